@@ -19,14 +19,7 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower.data.matrices import canonical, union, without
 from gramtower.distributed.group import SINGLE, Group
-from gramtower.metrics.definitions import (
-    DEFAULT,
-    PROPENSITY,
-    Metric,
-    inverse_propensities,
-    parse,
-    self_information,
-)
+from gramtower.metrics.definitions import DEFAULT, PROPENSITY, Metric, inverse_propensities, parse, self_information
 from gramtower.metrics.tally import ItemFacts, Scores, Tally
 from gramtower.retrieval.ranks import above
 from gramtower.retrieval.scores import as_embeddings, embeddings, score_blocks

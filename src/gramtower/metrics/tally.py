@@ -110,11 +110,7 @@ class Tally:
     """Collects the values of the metrics for each user, block by block, and computes their means."""
 
     def __init__(
-        self,
-        wanted: list[Metric],
-        truth: sp.csr_matrix,
-        processes: Processes = SINGLE,
-        facts: ItemFacts | None = None,
+        self, wanted: list[Metric], truth: sp.csr_matrix, processes: Processes = SINGLE, facts: ItemFacts | None = None
     ) -> None:
         self.wanted, self.truth, self.processes = wanted, truth, processes
         self.facts = ItemFacts() if facts is None else facts

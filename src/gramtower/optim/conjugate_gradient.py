@@ -24,23 +24,14 @@ class Operator(Protocol):
 
 @dataclass
 class CGResult:
-    """The outcome of conjugate gradient.
+    """The outcome of conjugate gradient."""
 
-    Attributes:
-        s: the solution.
-        residual: b − G s.
-        steps: number of products with G.
-        model: ½ sᵀGs − bᵀs, the value of the quadratic model; never positive.
-        slope: −bᵀs.
-        converged: whether it stopped before the limit of steps.
-    """
-
-    s: Parameters
-    residual: Parameters
-    steps: int
-    model: float
-    slope: float
-    converged: bool
+    s: Parameters  # the solution
+    residual: Parameters  # b − G s
+    steps: int  # number of products with G
+    model: float  # ½ sᵀGs − bᵀs, the value of the quadratic model; never positive
+    slope: float  # −bᵀs
+    converged: bool  # whether it stopped before the limit of steps
 
 
 def conjugate_gradient(

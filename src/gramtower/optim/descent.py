@@ -236,24 +236,15 @@ def trustworthy(point: Point, trial_point: Point) -> bool:
 
 @dataclass
 class IterationResult:
-    """The result of one iteration.
+    """The result of one iteration."""
 
-    Attributes:
-        point: the new point, or None if none was found.
-        parameters: instead of the point, the new θ of a method that does not compute the value there.
-        gradient_norm: ‖∇L‖ at the start of the iteration; training/result.Record describes exceptions.
-        cg_steps: number of conjugate gradient steps.
-        step: δ.
-        damping: the damping that was used, or None.
-        trials: number of objective values computed by the line search.
-    """
-
-    point: Point | None
-    gradient_norm: float
-    cg_steps: int = 0
-    step: float = 0.0
-    damping: float | None = None
-    trials: int = 0
+    point: Point | None  # the new point, or None if none was found
+    gradient_norm: float  # ‖∇L‖ at the start of the iteration; training/result.Record describes exceptions
+    cg_steps: int = 0  # number of conjugate gradient steps
+    step: float = 0.0  # δ
+    damping: float | None = None  # the damping that was used, or None
+    trials: int = 0  # number of objective values computed by the line search
+    # instead of the point, the new θ of a method that does not compute the value there
     parameters: Parameters | None = None
 
 

@@ -42,22 +42,15 @@ def _leaky(y: Tensor, alpha: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """An entry of the table.
+    """An entry of the table."""
 
-    Attributes:
-        module: the module that is recognised, by its exact type.
-        name: name for users (``mlp_towers(activation=…)``), or None.
-        slope: (y, α) ↦ φ′, if φ′ follows from the output.
-        constant: the α of a module, or None if φ′ does not follow from the output with the module's own constants.
-        program: number of φ′ in the GPU programs; without one, ``slope`` computes it in torch.
-        functions: torch functions, and names of tensor methods, that compute the same.
-    """
-
-    module: type[nn.Module]
-    name: str | None = None
-    slope: Callable[[Tensor, float], Tensor] | None = None
+    module: type[nn.Module]  # the module that is recognised, by its exact type
+    name: str | None = None  # name for users (``mlp_towers(activation=…)``), or None
+    slope: Callable[[Tensor, float], Tensor] | None = None  # (y, α) ↦ φ′, if φ′ follows from the output
+    # the α of a module, or None if φ′ does not follow from the output with the module's own constants
     constant: Callable[[nn.Module], float | None] = _no_constant
-    program: int | None = None
+    program: int | None = None  # number of φ′ in the GPU programs; without one, ``slope`` computes it in torch
+    # torch functions, and names of tensor methods, that compute the same
     functions: tuple[Callable[..., Tensor] | str, ...] = ()
 
 
@@ -97,17 +90,11 @@ def make_activation(argument: str, name: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Activation:
-    """One module's φ.
+    """One module's φ."""
 
-    Attributes:
-        function: φ.
-        kind: its entry in the table, if φ′ follows from the output; None if φ′ is stored.
-        alpha: its constant.
-    """
-
-    function: Callable[[Tensor], Tensor]
-    kind: Kind | None = None
-    alpha: float = 0.0
+    function: Callable[[Tensor], Tensor]  # φ
+    kind: Kind | None = None  # its entry in the table, if φ′ follows from the output; None if φ′ is stored
+    alpha: float = 0.0  # its constant
 
     @property
     def slope_from_output(self) -> bool:

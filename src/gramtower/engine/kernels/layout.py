@@ -45,29 +45,19 @@ SORT_BYTES = 64  # of an entry while it is sorted
 
 @dataclass(frozen=True)
 class Pieces:
-    """Runs of entries with one target row each, in the order in which programs are started.
+    """Runs of entries with one target row each, in the order in which programs are started."""
 
-    Attributes:
-        targets: int32. The row each piece adds to.
-        starts: int64, pieces + 1. Piece s covers entries ``starts[s]:starts[s + 1]``.
-        lines: int32. -1 where the piece is its target's only one of a launch, otherwise its line of the partial result.
-        several: int32. The targets that have lines.
-        bounds: int32, several + 1. Lines ``bounds[t]:bounds[t + 1]`` of the partial result belong to ``several[t]``.
-        entries: int32 or int64, or None. Where each entry stands in row order, if the order is another.
-        gathered: int32. The row to gather for each entry.
-        partial_lines: lines of the partial result.
-        launches: pieces ``launches[l]:launches[l + 1]`` are started together.
-    """
-
-    targets: Tensor
-    starts: Tensor
+    targets: Tensor  # int32. The row each piece adds to.
+    starts: Tensor  # int64, pieces + 1. Piece s covers entries ``starts[s]:starts[s + 1]``.
+    # int32. -1 where the piece is its target's only one of a launch, otherwise its line of the partial result.
     lines: Tensor
-    several: Tensor
+    several: Tensor  # int32. The targets that have lines.
+    # int32, several + 1. Lines ``bounds[t]:bounds[t + 1]`` of the partial result belong to ``several[t]``.
     bounds: Tensor
-    entries: Tensor | None
-    gathered: Tensor
-    partial_lines: int
-    launches: tuple[int, ...]
+    entries: Tensor | None  # int32 or int64, or None. Where each entry stands in row order, if the order is another.
+    gathered: Tensor  # int32. The row to gather for each entry.
+    partial_lines: int  # lines of the partial result
+    launches: tuple[int, ...]  # pieces ``launches[l]:launches[l + 1]`` are started together
 
     def __len__(self) -> int:
         return int(self.targets.shape[0])
@@ -80,19 +70,12 @@ _right: WeakKeyDictionary[Pairs, Pieces] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class OrderSizes:
-    """Sizes of an order: exact for rows, upper bounds for columns.
+    """Sizes of an order: exact for rows, upper bounds for columns."""
 
-    Attributes:
-        height: rows of a block.
-        pieces: of all launches.
-        lines: of the partial result.
-        together: whether all blocks are one launch.
-    """
-
-    height: int
-    pieces: int
-    lines: int
-    together: bool = True
+    height: int  # rows of a block
+    pieces: int  # of all launches
+    lines: int  # of the partial result
+    together: bool = True  # whether all blocks are one launch
 
 
 def piece_length(entries: int) -> int:

@@ -177,25 +177,15 @@ def _tried(name: str, function: Function, y: Tensor, s: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The inputs of ℓ⁺ besides the scores, on the observed pairs in row order.
+    """The inputs of ℓ⁺ besides the scores, on the observed pairs in row order."""
 
-    Attributes:
-        loss: ℓ.
-        labels: R_ij; of stride 0 if all are equal.
-        omega: ω.
-        imputed: ỹ_ij, or one number for all.
-        pair_weight: a_i b_j, None for ones.
-        loss_weight: w, the weight of each pair's loss, None for ones.
-        constants: ω and the one number for all, on the device.
-    """
-
-    loss: Loss
-    labels: Tensor
-    omega: float
-    imputed: Tensor | float
-    pair_weight: Tensor | None
-    loss_weight: Tensor | None
-    constants: Tensor
+    loss: Loss  # ℓ
+    labels: Tensor  # R_ij; of stride 0 if all are equal
+    omega: float  # ω
+    imputed: Tensor | float  # ỹ_ij, or one number for all
+    pair_weight: Tensor | None  # a_i b_j, None for ones
+    loss_weight: Tensor | None  # w, the weight of each pair's loss, None for ones
+    constants: Tensor  # ω and the one number for all, on the device
 
     def at(self, entries: Tensor) -> LossTerms:
         """Those of some pairs, by number."""

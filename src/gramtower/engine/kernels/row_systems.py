@@ -23,25 +23,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowSystems:
-    """The systems of one side's rows.
+    """The systems of one side's rows."""
 
-    Attributes:
-        y: rows × k, the rows themselves; the steps are written over them.
-        pull: t, rows × k, or one for all of them.
-        weight: a, for each row.
-        spectrum: e, k numbers.
-        shift: d, for each row; positive.
-        steps: of conjugate gradient, at most.
-        tolerance: relative residual at which a row's ends.
-    """
-
-    y: Tensor
-    pull: Tensor
-    weight: Tensor
-    spectrum: Tensor
-    shift: Tensor
-    steps: int
-    tolerance: float
+    y: Tensor  # rows × k, the rows themselves; the steps are written over them
+    pull: Tensor  # t, rows × k, or one for all of them
+    weight: Tensor  # a, for each row
+    spectrum: Tensor  # e, k numbers
+    shift: Tensor  # d, for each row; positive
+    steps: int  # of conjugate gradient, at most
+    tolerance: float  # relative residual at which a row's ends
 
 
 def solve_batched(

@@ -239,25 +239,15 @@ def _record_event() -> torch.cuda.Event:
 
 @dataclass
 class _PinnedPairs:
-    """The pairs of a block in pinned host memory.
+    """The pairs of a block in pinned host memory."""
 
-    Attributes:
-        offsets: of the pattern's rows, on the device, with an empty pattern.
-        terms: the loss's scalar constants, on the device.
-        per_pair: its O(|O|) tensors.
-        columns: of the pairs.
-        kernels: whose traversal order is kept.
-        order: the small index tensors of that order, on the device.
-        by_columns: its O(|O|) tensors.
-    """
-
-    offsets: Pairs
-    terms: LossTerms
-    per_pair: dict[str, _Pinned]
-    columns: _Pinned
-    kernels: Kernels
-    order: Order | None
-    by_columns: dict[str, _Pinned]
+    offsets: Pairs  # of the pattern's rows, on the device, with an empty pattern
+    terms: LossTerms  # the loss's scalar constants, on the device
+    per_pair: dict[str, _Pinned]  # its O(|O|) tensors
+    columns: _Pinned  # of the pairs
+    kernels: Kernels  # whose traversal order is kept
+    order: Order | None  # the small index tensors of that order, on the device
+    by_columns: dict[str, _Pinned]  # its O(|O|) tensors
 
     @staticmethod
     def of(constants: PairConstants, kernels: Kernels) -> _PinnedPairs:

@@ -67,16 +67,11 @@ class ProblemData(Protocol):
 
 @dataclass(frozen=True)
 class Side:
-    """One side's entities.
+    """One side's entities."""
 
-    Attributes:
-        weight: a (left) or b (right), None for ones.
-        penalty: μ c, None without a penalty on embeddings.
-        imputed: P̃ (left) or Q̃ (right), rows × r; or the one number that all rows of a rank-one factor hold.
-    """
-
-    weight: Tensor | None
-    penalty: Tensor | None
+    weight: Tensor | None  # a (left) or b (right), None for ones
+    penalty: Tensor | None  # μ c, None without a penalty on embeddings
+    # P̃ (left) or Q̃ (right), rows × r; or the one number that all rows of a rank-one factor hold
     imputed: Tensor | float
 
     def rows(self, start: int, stop: int) -> Side:
@@ -117,31 +112,18 @@ class Side:
 
 @dataclass(frozen=True)
 class Constants:
-    """What the objective holds of all entities, in one dtype on one device (problem.py has the formula).
+    """What the objective holds of all entities, in one dtype on one device (problem.py has the formula)."""
 
-    Attributes:
-        left: the left entities held here.
-        right: the right entities held here.
-        omega: ω.
-        l2: λ.
-        imputed_square: ⟨P̃_c, Q̃_c⟩ = Σ_ij a_i b_j ỹ_ij².
-        scalars: ω, and ỹ where it is one number, on the device.
-        precision: of matrix products on a GPU.
-        pair_precision: of what Gauss-Newton products gather on a GPU.
-        shards: which process holds which rows.
-        fitted_total: Σ_j b_j over all processes where labels are fitted, otherwise None.
-    """
-
-    left: Side
-    right: Side
-    omega: float
-    l2: float
-    imputed_square: float
-    scalars: Tensor
-    precision: str
-    pair_precision: str
-    shards: Shards
-    fitted_total: float | None = None
+    left: Side  # the left entities held here
+    right: Side  # the right entities held here
+    omega: float  # ω
+    l2: float  # λ
+    imputed_square: float  # ⟨P̃_c, Q̃_c⟩ = Σ_ij a_i b_j ỹ_ij²
+    scalars: Tensor  # ω, and ỹ where it is one number, on the device
+    precision: str  # of matrix products on a GPU
+    pair_precision: str  # of what Gauss-Newton products gather on a GPU
+    shards: Shards  # which process holds which rows
+    fitted_total: float | None = None  # Σ_j b_j over all processes where labels are fitted, otherwise None
 
     def centred(self, E: Tensor, out: Tensor | None = None) -> Tensor:
         """E less its mean over the right entities, weighted by b, where labels are fitted; E itself otherwise."""
@@ -161,15 +143,10 @@ class Constants:
 
 @dataclass(frozen=True)
 class PairConstants:
-    """The observed pairs of some left rows.
+    """The observed pairs of some left rows."""
 
-    Attributes:
-        pairs: their pattern, rows numbered from the first of these.
-        terms: what ℓ⁺ needs of them besides the scores.
-    """
-
-    pairs: Pairs
-    terms: LossTerms
+    pairs: Pairs  # their pattern, rows numbered from the first of these
+    terms: LossTerms  # what ℓ⁺ needs of them besides the scores
 
     def sampled(self, pairs: Pairs, entries: Tensor) -> PairConstants:
         """Some of the pairs, by number, with their pattern."""
@@ -346,17 +323,11 @@ def embedding_penalties(
 
 @dataclass(frozen=True)
 class Imputed:
-    """P̃ and Q̃, or a constant standing for them.
+    """P̃ and Q̃, or a constant standing for them."""
 
-    Attributes:
-        constant: ỹ of all unobserved pairs; 0 with factors.
-        factors: P̃ (m × r) and Q̃ (n × r), or None.
-        fitted: whether each left entity's label is fitted, so that scores are margins above their mean.
-    """
-
-    constant: float
-    factors: tuple[Tensor, Tensor] | None
-    fitted: bool = False
+    constant: float  # ỹ of all unobserved pairs; 0 with factors
+    factors: tuple[Tensor, Tensor] | None  # P̃ (m × r) and Q̃ (n × r), or None
+    fitted: bool = False  # whether each left entity's label is fitted, so that scores are margins above their mean
 
 
 def as_imputed(value: Any, shape: tuple[int, int]) -> Imputed:

@@ -24,17 +24,11 @@ from gramtower.engine.objective.gramians import gram, square_norms
 
 @dataclass(frozen=True)
 class SideSums:
-    """Sums over the rows of a side, in float64.
+    """Sums over the rows of a side, in float64."""
 
-    Attributes:
-        gramian: P_c = PᵀAP, or Q_c = QᵀBQ.
-        cross: P̂_c = P̃ᵀAP, or Q̂_c = Q̃ᵀBQ.
-        penalty: ½ Σ_i μ c_i ‖p_i‖².
-    """
-
-    gramian: Tensor
-    cross: Tensor
-    penalty: Tensor
+    gramian: Tensor  # P_c = PᵀAP, or Q_c = QᵀBQ
+    cross: Tensor  # P̂_c = P̃ᵀAP, or Q̂_c = Q̃ᵀBQ
+    penalty: Tensor  # ½ Σ_i μ c_i ‖p_i‖²
 
     def __add__(self, other: SideSums) -> SideSums:
         return SideSums(self.gramian + other.gramian, self.cross + other.cross, self.penalty + other.penalty)

@@ -44,38 +44,23 @@ _GRAPHED = 1 << 30  # bytes of parameters, activations and pairs above which lau
 
 @dataclass(frozen=True)
 class Streamed:
-    """Left rows go block by block.
+    """Left rows go block by block."""
 
-    Attributes:
-        rows: of a block.
-        pinned: whether pairs come from pinned host memory.
-    """
-
-    rows: int
-    pinned: bool
+    rows: int  # of a block
+    pinned: bool  # whether pairs come from pinned host memory
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """How evaluations stay within the memory budget.
+    """How evaluations stay within the memory budget."""
 
-    Attributes:
-        budget: bytes.
-        needs: what there is to plan.
-        activations: bytes left for activations.
-        left: row blocks of the left tower.
-        right: row blocks of the right tower.
-        streamed: left rows in blocks, or None where they are resident.
-        graphs: whether evaluations run from CUDA graphs.
-    """
-
-    budget: int
-    needs: Footprint
-    activations: int
-    left: BlockPlan
-    right: BlockPlan
-    streamed: Streamed | None
-    graphs: bool
+    budget: int  # bytes
+    needs: Footprint  # what there is to plan
+    activations: int  # bytes left for activations
+    left: BlockPlan  # row blocks of the left tower
+    right: BlockPlan  # row blocks of the right tower
+    streamed: Streamed | None  # left rows in blocks, or None where they are resident
+    graphs: bool  # whether evaluations run from CUDA graphs
 
     @cached_property
     def bytes(self) -> int:
@@ -128,11 +113,7 @@ class Plan:
 
 
 def make_plan(
-    budget: int,
-    needs: Footprint,
-    streamed: Streamed | None = None,
-    graphs: bool = True,
-    activations: int | None = None,
+    budget: int, needs: Footprint, streamed: Streamed | None = None, graphs: bool = True, activations: int | None = None
 ) -> Plan:
     """The plan for a budget.
 
@@ -214,70 +195,40 @@ _IN_FLIGHT = 2  # blocks of pairs on the device at a time, one of them on the wa
 
 @dataclass(frozen=True)
 class Orders:
-    """What the orders of visits take on a GPU, besides the pairs' own numbers.
+    """What the orders of visits take on a GPU, besides the pairs' own numbers."""
 
-    Attributes:
-        pieces: of rows and columns, in all.
-        lines: of a partial result, at most at a time.
-    """
-
-    pieces: int = 0
-    lines: int = 0
+    pieces: int = 0  # of rows and columns, in all
+    lines: int = 0  # of a partial result, at most at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Sizes that the memory of an evaluation follows from.
+    """Sizes that the memory of an evaluation follows from."""
 
-    Attributes:
-        parameters: numbers in θ.
-        rows: entities held here on each side.
-        columns: k.
-        row_bytes: bytes of an entity's activations on each side, with buffers for their changes.
-        pairs: |O|.
-        most_pairs: the most pairs in a block of so many left rows.
-        per_pair: numbers kept for each pair besides its place, such as weights.
-        item: bytes of a number.
-        extra: bytes of the preconditioner's factors, and of gradients that autodiff makes.
-        on_cpu: whether pairs are sorted, and losses computed, in plain passes.
-        sorting: bytes of a pair while pairs are sorted by columns in such passes, besides the result.
-        all_right: right entities of all processes; 0 for those held here.
-        least_block: smallest sensible block of rows on each side.
-        graph_numbers: numbers that a CUDA graph would hold; 0 where there is nothing to gain from one.
-        kept_bytes: of row_bytes, what is kept as long as a point; None for all of it.
-        viewed: whether the outputs of each side are views of θ.
-        weighted: whether entities have weights.
-        centred: whether the mean of the right embeddings is subtracted from them.
-        bfloat16: whether embeddings are gathered in bfloat16.
-        orders: of all pairs.
-        block_orders: of blocks of so many left rows: pieces of all of them, lines of one.
-        can_pin: whether pairs can come from pinned host memory.
-        features: bytes of features, for towers that work in blocks of so many rows.
-    """
-
-    parameters: int
-    rows: tuple[int, int]
-    columns: int
-    row_bytes: tuple[int, int]
-    pairs: int
-    most_pairs: Callable[[int], int]
-    per_pair: int
-    item: int
-    extra: int = 0
-    on_cpu: bool = False
-    sorting: int = 20
-    all_right: int = 0
-    least_block: tuple[int, int] = (1, 1)
-    graph_numbers: int = 0
-    kept_bytes: tuple[int, int] | None = None
-    viewed: tuple[bool, bool] = (False, False)
-    weighted: bool = False
-    centred: bool = False
-    bfloat16: bool = False
-    orders: Orders = Orders()
+    parameters: int  # numbers in θ
+    rows: tuple[int, int]  # entities held here on each side
+    columns: int  # k
+    row_bytes: tuple[int, int]  # bytes of an entity's activations on each side, with buffers for their changes
+    pairs: int  # |O|
+    most_pairs: Callable[[int], int]  # the most pairs in a block of so many left rows
+    per_pair: int  # numbers kept for each pair besides its place, such as weights
+    item: int  # bytes of a number
+    extra: int = 0  # bytes of the preconditioner's factors, and of gradients that autodiff makes
+    on_cpu: bool = False  # whether pairs are sorted, and losses computed, in plain passes
+    sorting: int = 20  # bytes of a pair while pairs are sorted by columns in such passes, besides the result
+    all_right: int = 0  # right entities of all processes; 0 for those held here
+    least_block: tuple[int, int] = (1, 1)  # smallest sensible block of rows on each side
+    graph_numbers: int = 0  # numbers that a CUDA graph would hold; 0 where there is nothing to gain from one
+    kept_bytes: tuple[int, int] | None = None  # of row_bytes, what is kept as long as a point; None for all of it
+    viewed: tuple[bool, bool] = (False, False)  # whether the outputs of each side are views of θ
+    weighted: bool = False  # whether entities have weights
+    centred: bool = False  # whether the mean of the right embeddings is subtracted from them
+    bfloat16: bool = False  # whether embeddings are gathered in bfloat16
+    orders: Orders = Orders()  # of all pairs
+    # of blocks of so many left rows: pieces of all of them, lines of one
     block_orders: Callable[[int], Orders] = lambda rows: Orders()
-    can_pin: bool = True
-    features: Callable[[int], int] = lambda rows: 0
+    can_pin: bool = True  # whether pairs can come from pinned host memory
+    features: Callable[[int], int] = lambda rows: 0  # bytes of features, for towers that work in blocks of so many rows
 
     @property
     def theta(self) -> int:

@@ -105,10 +105,7 @@ def _subset(
         shards = replace(shards, right=shards.right.take(touched))
         right = problem.shards.right.local(touched)
         counts = drawn_counts[right + problem.shards.right.first]
-    drawn = (
-        pairs.row_counts.to(towers.dtype) / full.row_counts[left],
-        counts.to(towers.dtype) / full_counts[right],
-    )
+    drawn = (pairs.row_counts.to(towers.dtype) / full.row_counts[left], counts.to(towers.dtype) / full_counts[right])
     sample = _restrict(
         problem, towers, parameters, shards, pairs, entries, (left, right), drawn, drawn, (share, covered)
     )  # fmt: skip

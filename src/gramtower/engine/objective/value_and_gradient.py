@@ -40,15 +40,11 @@ Gramians = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # (P_c, Q_c), (P
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the observed pairs of ∂²ℓ⁺, for the preconditioner.
+    """Sums over the observed pairs of ∂²ℓ⁺, for the preconditioner."""
 
-    Attributes:
-        sums: for each left entity Σ_j ∂²ℓ⁺_ij (1, ‖q_j‖²), and likewise for each right one.
-        squares: Pᵀ diag(c) P with c_i = Σ_j ∂²ℓ⁺_ij, which the right side needs, and Qᵀ diag(c) Q with c_j =
-            Σ_i ∂²ℓ⁺_ij, which the left side needs, in float64; None where they were not asked for.
-    """
-
-    sums: tuple[Tensor, Tensor]
+    sums: tuple[Tensor, Tensor]  # for each left entity Σ_j ∂²ℓ⁺_ij (1, ‖q_j‖²), and likewise for each right one
+    # Pᵀ diag(c) P with c_i = Σ_j ∂²ℓ⁺_ij, which the right side needs, and Qᵀ diag(c) Q with c_j = Σ_i ∂²ℓ⁺_ij, which
+    # the left side needs, in float64; None where they were not asked for
     squares: tuple[Tensor | None, Tensor | None]
 
 

@@ -34,13 +34,14 @@ from gramtower.data.features import Block, Features, SparseBlock
 from gramtower.distributed.group import Group
 from gramtower.engine.towers.layer_factors import mean_column, outer
 from gramtower.engine.towers.steps import (
+    Change,
+    Cotangent,
     CurvatureContext,
     Moment,
     Named,
     Op,
     Sample,
     Shifted,
-    Summed,
     Values,
     materialise,
     plain,
@@ -81,12 +82,10 @@ class Join(Op):
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor, Any]:
         return self.join(x if isinstance(x, list) else [materialise(x)], values, out)
 
-    def jvp(
-        self, saved: Any, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
-    ) -> Tensor:
+    def jvp(self, saved: Any, dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None) -> Tensor:
         return self.push(saved, [None if dx is None else materialise(dx)], values, tangent)
 
-    def vjp(self, saved: Any, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | None:
+    def vjp(self, saved: Any, g: Cotangent, values: Values, out: Named, need_input: bool) -> Tensor | None:
         g = plain(g)
         (below,) = self.pull(saved, g, values, out, [need_input])
         return g.clone() if below is g else below
@@ -218,14 +217,12 @@ class Columns(Op):
             return x.columns(self.start, self.stop), None
         return materialise(x)[:, self.start : self.stop].contiguous(), None
 
-    def jvp(
-        self, saved: None, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
-    ) -> Tensor:
+    def jvp(self, saved: None, dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None) -> Tensor:
         """The same columns of dx."""
         assert dx is not None
         return materialise(dx)[:, self.start : self.stop].clone(memory_format=torch.contiguous_format)
 
-    def vjp(self, saved: None, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | None:
+    def vjp(self, saved: None, g: Cotangent, values: Values, out: Named, need_input: bool) -> Tensor | None:
         """g, padded with zeros."""
         if not need_input:
             return None
@@ -249,17 +246,11 @@ class Columns(Op):
 
 @dataclass(frozen=True)
 class Node:
-    """A step of a graph.
+    """A step of a graph."""
 
-    Attributes:
-        op: the step.
-        inputs: numbers of the nodes whose results it reads; 0 is the input of the graph.
-        width: number of columns of its result.
-    """
-
-    op: Op
-    inputs: tuple[int, ...]
-    width: int
+    op: Op  # the step
+    inputs: tuple[int, ...]  # numbers of the nodes whose results it reads; 0 is the input of the graph
+    width: int  # number of columns of its result
 
 
 @dataclass
@@ -309,7 +300,7 @@ class Graph(Op):
     def parts(self) -> tuple[Op, ...]:
         return tuple(part for node in self.nodes for part in node.op.parts)
 
-    def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, list[Any]]:
+    def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Change, list[Any]]:
         results: dict[int, Any] = {0: x}
         left, kept = list(self._reads), []
         for number, node in enumerate(self.nodes, 1):
@@ -328,10 +319,10 @@ class Graph(Op):
         return results[len(self.nodes)], kept
 
     def jvp(
-        self, saved: list[Any], dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
-    ) -> Tensor | Shifted:
+        self, saved: list[Any], dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None
+    ) -> Change:
         last = len(self.nodes)
-        changes: dict[int, Tensor | Shifted | None] = {0: dx}
+        changes: dict[int, Change | None] = {0: dx}
         if dx is not None and not self._handed_on(0):
             changes[0] = _own(materialise(dx), values)
         left = list(self._uses)
@@ -339,7 +330,7 @@ class Graph(Op):
             if not self._active[number]:
                 changes[number] = None
                 continue
-            given: list[Tensor | Shifted | None] = []
+            given: list[Change | None] = []
             for i in node.inputs:
                 left[i] -= 1
                 change = changes[i] if left[i] else changes.pop(i)
@@ -347,9 +338,7 @@ class Graph(Op):
                     change = materialise(change).clone()
                 given.append(change)
             if isinstance(node.op, Join):
-                dy: Tensor | Shifted = node.op.push(
-                    kept, [None if c is None else materialise(c) for c in given], values, tangent
-                )
+                dy: Change = node.op.push(kept, [None if c is None else materialise(c) for c in given], values, tangent)
             else:
                 dy = node.op.jvp(kept, given[0], values, tangent, self._place(number, out, given[0]))
             if number < last and not self._handed_on(number):
@@ -359,7 +348,7 @@ class Graph(Op):
         assert result is not None
         return result
 
-    def _place(self, number: int, out: Tensor | None, like: Tensor | Shifted | None) -> Tensor | None:
+    def _place(self, number: int, out: Tensor | None, like: Change | None) -> Tensor | None:
         """A buffer for a node's change: ``out`` for the last node, or new memory if several nodes read it."""
         if number == len(self.nodes):
             return out
@@ -368,10 +357,8 @@ class Graph(Op):
         tensor = like.tensor if isinstance(like, Shifted) else like
         return tensor.new_empty(len(tensor), self.nodes[number - 1].width)
 
-    def vjp(
-        self, saved: list[Any], g: Tensor | Summed, values: Values, out: Named, need_input: bool
-    ) -> Tensor | Summed | None:
-        pulled: dict[int, Tensor | Summed] = {len(self.nodes): g}
+    def vjp(self, saved: list[Any], g: Cotangent, values: Values, out: Named, need_input: bool) -> Cotangent | None:
+        pulled: dict[int, Cotangent] = {len(self.nodes): g}
         for number in range(len(self.nodes), 0, -1):
             node = self.nodes[number - 1]
             if not self._active[number]:
@@ -396,9 +383,7 @@ class Graph(Op):
                 self._add(pulled, number, i, part, values)
         return pulled.get(0)
 
-    def _add(
-        self, pulled: dict[int, Tensor | Summed], number: int, i: int, part: Tensor | Summed, values: Values
-    ) -> None:
+    def _add(self, pulled: dict[int, Cotangent], number: int, i: int, part: Cotangent, values: Values) -> None:
         """Add the cotangent that a node returns to that of its input."""
         if i in pulled:
             pulled[i] = plain(pulled[i]).add_(plain(part))

@@ -18,41 +18,26 @@ from gramtower.data.features import SparseBlock
 
 @dataclass
 class Factor:
-    """A ⊗ S of a weight, with its bias as one more input if A is a full matrix.
+    """A ⊗ S of a weight, with its bias as one more input if A is a full matrix."""
 
-    Attributes:
-        weight: local name of the weight.
-        bias: local name of the bias that A covers, or None.
-        inputs_first: whether the weight is stored inputs × outputs.
-        A: inputs × inputs, or its diagonal.
-        S: outputs × outputs.
-        mean: mean of A's diagonal over the rows of all processes, if A covers only local rows.
-    """
-
-    weight: str
-    bias: str | None
-    inputs_first: bool
-    A: Tensor
-    S: Tensor
-    mean: Tensor | None = None
+    weight: str  # local name of the weight
+    bias: str | None  # local name of the bias that A covers, or None
+    inputs_first: bool  # whether the weight is stored inputs × outputs
+    A: Tensor  # inputs × inputs, or its diagonal
+    S: Tensor  # outputs × outputs
+    mean: Tensor | None = None  # mean of A's diagonal over the rows of all processes, if A covers only local rows
 
 
 @dataclass
 class Factors:
-    """The factors of a tower's parameters, in float64.
+    """The factors of a tower's parameters, in float64."""
 
-    Attributes:
-        trainable: local names of the parameters to precondition.
-        layers: factors of weights.
-        biases: vectors with a full matrix: local name → (c, S), for the curvature c S. These are biases that are not
-            part of their weight's A, with c = Σ r_i, and scales of columns.
-        diagonals: diagonals of all other parameters, by local name.
-    """
-
-    trainable: Collection[str]
-    layers: list[Factor] = field(default_factory=list)
+    trainable: Collection[str]  # local names of the parameters to precondition
+    layers: list[Factor] = field(default_factory=list)  # factors of weights
+    # vectors with a full matrix: local name → (c, S), for the curvature c S. These are biases that are not part of
+    # their weight's A, with c = Σ r_i, and scales of columns.
     biases: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    diagonals: dict[str, Tensor] = field(default_factory=dict)
+    diagonals: dict[str, Tensor] = field(default_factory=dict)  # diagonals of all other parameters, by local name
 
     def add(self, weight: str, bias: str | None, inputs_first: bool, A: Tensor, S: Tensor, total: Tensor) -> None:
         """Add A ⊗ S of a layer with Σ r_i = ``total``; a diagonal A covers only the weight."""
@@ -107,17 +92,11 @@ def column_squares(block: SparseBlock, r: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise:
-    """Random signs that depend only on an entity's number, not on blocks, processes or devices.
+    """Random signs that depend only on an entity's number, not on blocks, processes or devices."""
 
-    Attributes:
-        seed: seed of the random numbers.
-        step: number of the step that uses them.
-        draws: number of vectors for each entity.
-    """
-
-    seed: int
-    step: int
-    draws: int
+    seed: int  # seed of the random numbers
+    step: int  # number of the step that uses them
+    draws: int  # number of vectors for each entity
 
     def rows(self, draw: int, numbers: Tensor, weight: Tensor, root: Tensor) -> Tensor:
         """Vectors with covariance w_i R Rᵀ for the entities with these numbers, in the dtype of R."""

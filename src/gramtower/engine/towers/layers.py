@@ -26,6 +26,8 @@ from gramtower.data.features import Block, Features, IdBlock, SparseBlock
 from gramtower.engine.kernels.activations import TABLE, Activation, activation_of
 from gramtower.engine.towers.layer_factors import column_squares, mean_column, outer
 from gramtower.engine.towers.steps import (
+    Change,
+    Cotangent,
     CurvatureContext,
     Named,
     Names,
@@ -87,20 +89,13 @@ class _Linear(Op):
 
 @dataclass
 class InputAffine(_Linear):
-    """The first step, x ↦ xᵀW + b on ids, sparse rows or dense rows.
+    """The first step, x ↦ xᵀW + b on ids, sparse rows or dense rows."""
 
-    Attributes:
-        weight: name of the weight.
-        bias: name of the bias, or None.
-        inputs_first: whether W is stored inputs × outputs (Embedding, EmbeddingBag, InputLinear) or outputs ×
-            inputs (Linear).
-        width: number of features; for ids, the largest number of entities.
-    """
-
-    weight: str
-    bias: str | None
+    weight: str  # name of the weight
+    bias: str | None  # name of the bias, or None
+    # whether W is stored inputs × outputs (Embedding, EmbeddingBag, InputLinear) or outputs × inputs (Linear)
     inputs_first: bool
-    width: int
+    width: int  # number of features; for ids, the largest number of entities
 
     modules = (InputLinear, nn.Linear, nn.Embedding, nn.EmbeddingBag)
 
@@ -116,7 +111,7 @@ class InputAffine(_Linear):
             return cls(names[id(module.weight)], None, True, module.num_embeddings)
         return None
 
-    def forward(self, x: Block, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, Block]:
+    def forward(self, x: Block, values: Values, out: Tensor | None = None) -> tuple[Change, Block]:
         """XW + b; for ids without a bias, a view of W."""
         weight, bias = values.tensors[self.weight], None if self.bias is None else values.tensors[self.bias]
         if isinstance(x, SparseBlock):
@@ -127,9 +122,7 @@ class InputAffine(_Linear):
         y = self._product(x, weight)
         return (y if bias is None else Shifted(y, bias)), x
 
-    def jvp(
-        self, saved: Block, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
-    ) -> Tensor | Shifted:
+    def jvp(self, saved: Block, dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None) -> Change:
         """X dW + db."""
         bias = None if self.bias is None else tangent.get(self.bias)
         if self.weight not in tangent:
@@ -142,7 +135,7 @@ class InputAffine(_Linear):
             return self._sparse(saved, matrix, bias, values, place)
         return Shifted(self._product(saved, matrix), bias)
 
-    def vjp(self, saved: Block, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> None:
+    def vjp(self, saved: Block, g: Cotangent, values: Values, out: Named, need_input: bool) -> None:
         """XᵀG and the column sums of G."""
         values.defer_bias_sum(self.bias, g, out)
         g = plain(g)
@@ -242,7 +235,7 @@ class Affine(_Linear):
         """The weight as inputs × outputs."""
         return tensors[self.weight] if self.inputs_first else tensors[self.weight].t()
 
-    def forward(self, x: Tensor | Shifted, values: Values, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Change, values: Values, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """XWᵀ + b, in ``out`` if given."""
         rows, matrix = materialise(x), self._matrix(values.tensors)
         if self.bias is None:
@@ -250,7 +243,7 @@ class Affine(_Linear):
         return torch.addmm(values.tensors[self.bias], rows, matrix, out=out), rows
 
     def jvp(
-        self, saved: Tensor, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
+        self, saved: Tensor, dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Tensor:
         """dX Wᵀ + X dWᵀ + db."""
         matrix = self._matrix(values.tensors)
@@ -263,7 +256,7 @@ class Affine(_Linear):
             dy = torch.mm(dx, matrix, out=out) if bias is None else torch.addmm(bias, dx, matrix, out=out)
         return dy.addmm_(saved, self._matrix(tangent)) if self.weight in tangent else dy
 
-    def vjp(self, saved: Tensor, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | None:
+    def vjp(self, saved: Tensor, g: Cotangent, values: Values, out: Named, need_input: bool) -> Tensor | None:
         """GᵀX, column sums of G, and G W."""
         values.defer_bias_sum(self.bias, g, out)
         g = plain(g)
@@ -333,7 +326,7 @@ class Elementwise(Op):
     def of_module(cls, module: nn.Module, names: Names) -> Elementwise:
         return cls(activation_of(module))
 
-    def forward(self, x: Tensor | Shifted, values: Values, out: Tensor | None = None) -> tuple[Tensor, _Slopes]:
+    def forward(self, x: Change, values: Values, out: Tensor | None = None) -> tuple[Tensor, _Slopes]:
         """φ(x)."""
         if not self._keeps_output(values):
             z = materialise(x)
@@ -351,7 +344,7 @@ class Elementwise(Op):
         return values.kernels.SLOPES_FROM_OUTPUTS and self.activation.slope_from_output
 
     def jvp(
-        self, saved: _Slopes, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
+        self, saved: _Slopes, dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Tensor:
         """φ′ ∘ dx."""
         assert dx is not None
@@ -362,7 +355,7 @@ class Elementwise(Op):
             return dy
         return (shifted.materialise(dy) if shifted is dx else dy).mul_(saved.stored)
 
-    def vjp(self, saved: _Slopes, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | Summed:
+    def vjp(self, saved: _Slopes, g: Cotangent, values: Values, out: Named, need_input: bool) -> Cotangent:
         """φ′ ∘ g."""
         g = plain(g)
         if saved.y is None:
@@ -379,7 +372,7 @@ class Elementwise(Op):
         return self._keeps_output(values) and values.dtype == torch.float32  # the dtype of GPU programs' arguments
 
     def vjp_fused(
-        self, saved: _Slopes, g: Tensor | Summed, values: Values, rows: Tensor, initial: Tensor, scale: float
+        self, saved: _Slopes, g: Cotangent, values: Values, rows: Tensor, initial: Tensor, scale: float
     ) -> Tensor:
         assert saved.y is not None
         lines = values.kernels.slope_product(plain(g), None, saved.y, self.activation, rows, initial, scale, sums=True)
@@ -419,12 +412,12 @@ class Scale(Op):
     def parameters(self) -> tuple[str, ...]:
         return (self.scale,)
 
-    def forward(self, x: Tensor | Shifted, values: Values, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Change, values: Values, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         x = materialise(x)
         return x * values.tensors[self.scale], x
 
     def jvp(
-        self, saved: Tensor, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
+        self, saved: Tensor, dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Tensor:
         """p ∘ dx + dp ∘ x."""
         dy = None if dx is None else materialise(dx) * values.tensors[self.scale]
@@ -432,7 +425,7 @@ class Scale(Op):
             return torch.zeros_like(saved) if dy is None else dy
         return saved * tangent[self.scale] if dy is None else dy.addcmul_(saved, tangent[self.scale])
 
-    def vjp(self, saved: Tensor, g: Tensor | Summed, values: Values, out: Named, need_input: bool) -> Tensor | None:
+    def vjp(self, saved: Tensor, g: Cotangent, values: Values, out: Named, need_input: bool) -> Tensor | None:
         """The sums of g ∘ x, and p ∘ g."""
         g = plain(g)
         if self.scale in out:
@@ -487,9 +480,7 @@ class Normalise(Op):
     def parameters(self) -> tuple[str, ...]:
         return tuple(name for name in (self.weight, self.bias) if name is not None)
 
-    def forward(
-        self, x: Tensor | Shifted, values: Values, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(self, x: Change, values: Values, out: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """γ ∘ x̂ + β; keeps x̂ and 1/σ."""
         x = self._centre(materialise(x))
         inverse = x.square().mean(1, keepdim=True).add_(self.eps).rsqrt_()
@@ -502,12 +493,7 @@ class Normalise(Op):
         return rows - rows.mean(1, keepdim=True) if self.centred else rows
 
     def jvp(
-        self,
-        saved: tuple[Tensor, Tensor],
-        dx: Tensor | Shifted | None,
-        values: Values,
-        tangent: Named,
-        out: Tensor | None = None,
+        self, saved: tuple[Tensor, Tensor], dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Tensor:
         """γ ∘ (C dx − x̂ mean(x̂ ∘ dx))/σ + dγ ∘ x̂ + dβ."""
         unit, inverse = saved
@@ -520,7 +506,7 @@ class Normalise(Op):
         return dy.add_(tangent[self.bias]) if self.bias is not None and self.bias in tangent else dy
 
     def vjp(
-        self, saved: tuple[Tensor, Tensor], g: Tensor | Summed, values: Values, out: Named, need_input: bool
+        self, saved: tuple[Tensor, Tensor], g: Cotangent, values: Values, out: Named, need_input: bool
     ) -> Tensor | None:
         """Column sums of g ∘ x̂ and g; and the projection of γ ∘ g."""
         values.defer_bias_sum(self.bias, g, out)

@@ -15,17 +15,12 @@ from torch import Tensor
 
 from gramtower._util.host import BlockPlan
 from gramtower.data.features import Features
-from gramtower.engine.towers.steps import Named, Op, Shifted, Summed, Values, materialise
+from gramtower.engine.towers.steps import Change, Cotangent, Named, Op, Shifted, Values, materialise
 
 
 @dataclass
 class Work:
-    """Counts of the work done so far. A pass over some of the rows or pairs counts as that fraction.
-
-    Attributes:
-        data_passes: how often all m·n pairs were taken into account (once by each value, gradient and G·d).
-        pair_passes: passes over the observed pairs.
-    """
+    """Counts of the work done so far. A pass over some of the rows or pairs counts as that fraction."""
 
     left_forwards: float = 0
     left_jvps: float = 0
@@ -33,8 +28,8 @@ class Work:
     right_forwards: float = 0
     right_jvps: float = 0
     right_vjps: float = 0
-    pair_passes: float = 0
-    data_passes: float = 0
+    pair_passes: float = 0  # passes over the observed pairs
+    data_passes: float = 0  # how often all m·n pairs were taken into account (once by each value, gradient and G·d)
 
     def add(self, side: str, what: str, share: float = 1) -> None:
         """Count a pass of a tower over a share of its rows."""
@@ -162,7 +157,7 @@ class Linearization:
 
     def jvp_block(self, saved: list[Any], tangent: Named, rows: Tensor) -> None:
         """The jvp of one block, written to ``rows``."""
-        dy: Tensor | Shifted | None = None
+        dy: Change | None = None
         for step, kept in zip(self.steps, saved, strict=True):
             dy = step.jvp(kept, dy, self.values, tangent, rows if step is self.steps[-1] else None)
         if isinstance(dy, Shifted):
@@ -215,7 +210,7 @@ class Linearization:
     ) -> None:
         """Add the vjp of one block to ``out``, as ``vjp`` does, between ``start_vjp`` and ``flush_bias_sums``."""
         steps, values, first = self.steps, self.values, self._first
-        g: Tensor | Summed | None = cotangent.clone() if steps[-1].overwrites_cotangent else cotangent
+        g: Cotangent | None = cotangent.clone() if steps[-1].overwrites_cotangent else cotangent
         for index in range(len(steps) - 1, -1, -1):
             assert g is not None  # only the first step returns None
             if index == 1 and initial is not None:

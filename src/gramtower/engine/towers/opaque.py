@@ -97,11 +97,7 @@ class SparseRows:
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is nn.functional.linear:
@@ -167,17 +163,11 @@ class _Kept:
 
 @dataclass
 class Opaque(Join):
-    """Any module of one or more inputs, differentiated by autodiff.
+    """Any module of one or more inputs, differentiated by autodiff."""
 
-    Attributes:
-        module: called with its parameters replaced by those of θ.
-        names: the module's trainable parameters: local name → name within the tower.
-        title: name for messages; the module's class if empty.
-    """
-
-    module: nn.Module
-    names: dict[str, str]
-    title: str = ""
+    module: nn.Module  # called with its parameters replaced by those of θ
+    names: dict[str, str]  # the module's trainable parameters: local name → name within the tower
+    title: str = ""  # name for messages; the module's class if empty
 
     analytic = False
     kept_copies = 3  # the first jvp adds a second graph

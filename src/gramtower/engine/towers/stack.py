@@ -294,27 +294,16 @@ def _first_difference(some: _Calls, all_rows: _Calls) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of both towers, for planning memory; pairs are (left, right).
+    """Sizes of both towers, for planning memory; pairs are (left, right)."""
 
-    Attributes:
-        columns: number of embedding columns.
-        row_bytes: bytes of an entity's activations.
-        least_block: smallest sensible number of rows in a block.
-        factor_bytes: bytes of the preconditioner's factors, including those needed to invert them.
-        autodiff: whether some module is differentiated by autodiff, which allocates gradients.
-        kept_bytes: the part of row_bytes that is kept as long as the point exists.
-        viewed: whether the outputs are views of θ, which need no memory.
-        feature_bytes: number of rows in a block → bytes of the features on a GPU, including buffers for passes over
-            sparse features.
-    """
-
-    columns: int
-    row_bytes: tuple[int, int]
-    least_block: tuple[int, int]
-    factor_bytes: int
-    autodiff: bool
-    kept_bytes: tuple[int, int]
-    viewed: tuple[bool, bool]
+    columns: int  # number of embedding columns
+    row_bytes: tuple[int, int]  # bytes of an entity's activations
+    least_block: tuple[int, int]  # smallest sensible number of rows in a block
+    factor_bytes: int  # bytes of the preconditioner's factors, including those needed to invert them
+    autodiff: bool  # whether some module is differentiated by autodiff, which allocates gradients
+    kept_bytes: tuple[int, int]  # the part of row_bytes that is kept as long as the point exists
+    viewed: tuple[bool, bool]  # whether the outputs are views of θ, which need no memory
+    # number of rows in a block → bytes of the features on a GPU, including buffers for passes over sparse features
     feature_bytes: Callable[[int], int]
 
 

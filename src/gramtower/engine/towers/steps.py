@@ -60,12 +60,16 @@ class Summed:
     lines: Tensor
 
 
-def materialise(x: Tensor | Shifted) -> Tensor:
+Change = Tensor | Shifted  # the result of ``forward`` or ``jvp``
+Cotangent = Tensor | Summed  # the result of ``vjp``
+
+
+def materialise(x: Change) -> Tensor:
     """The result of ``forward`` or ``jvp`` as a plain tensor."""
     return x.materialise() if isinstance(x, Shifted) else x
 
 
-def plain(g: Tensor | Summed) -> Tensor:
+def plain(g: Cotangent) -> Tensor:
     """The result of ``vjp`` as a plain tensor."""
     return g.tensor if isinstance(g, Summed) else g
 
@@ -105,7 +109,7 @@ class Values:
             self.scratch[key] = source.new_empty(rows, columns)
         return self.scratch[key][:rows]
 
-    def defer_bias_sum(self, bias: str | None, g: Tensor | Summed, out: Named) -> None:
+    def defer_bias_sum(self, bias: str | None, g: Cotangent, out: Named) -> None:
         """Keep partial column sums of g for a bias in ``out`` until ``flush_bias_sums``."""
         if bias is not None and bias in out:
             self.defer_bias_lines(bias, g.lines if isinstance(g, Summed) else self.kernels.column_lines(g))
@@ -126,46 +130,27 @@ class Values:
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample of rows for the preconditioner: about two thousand over all processes, independent of blocks.
+    """A sample of rows for the preconditioner: about two thousand over all processes, independent of blocks."""
 
-    Attributes:
-        weight: r_i of each row, times the number of rows that it represents.
-        numbers: numbers of the entities, counted over all processes.
-        saved: values that the step's ``forward`` kept.
-    """
-
-    weight: Tensor
-    numbers: Tensor
-    saved: Any
+    weight: Tensor  # r_i of each row, times the number of rows that it represents
+    numbers: Tensor  # numbers of the entities, counted over all processes
+    saved: Any  # values that the step's ``forward`` kept
 
 
 @dataclass(frozen=True)
 class CurvatureContext:
-    """Inputs of ``Op.pull_curvature``.
+    """Inputs of ``Op.pull_curvature``."""
 
-    Attributes:
-        values: the tower's tensors.
-        factors: the result, to which a step adds its factors.
-        weight: r_i of this process's entities.
-        total_weight: Σ r_i over all processes.
-        rows: number of entities of all processes.
-        group: the processes.
-        owned: local names of tables that hold only this process's rows.
-        noise: random vectors.
-        sample: some rows with the values that this step kept; computed at the first call.
-        is_first: whether no step is below this one.
-    """
-
-    values: Values
-    factors: Factors
-    weight: Tensor
-    total_weight: Tensor
-    rows: int
-    group: Group
-    owned: Collection[str]
-    noise: Noise
-    sample: Callable[[], Sample]
-    is_first: bool
+    values: Values  # the tower's tensors
+    factors: Factors  # the result, to which a step adds its factors
+    weight: Tensor  # r_i of this process's entities
+    total_weight: Tensor  # Σ r_i over all processes
+    rows: int  # number of entities of all processes
+    group: Group  # the processes
+    owned: Collection[str]  # local names of tables that hold only this process's rows
+    noise: Noise  # random vectors
+    sample: Callable[[], Sample]  # some rows with the values that this step kept; computed at the first call
+    is_first: bool  # whether no step is below this one
 
 
 class Op:
@@ -196,19 +181,15 @@ class Op:
         """The step of a module, with the names of its parameters; None if autodiff must differentiate the module."""
         raise NotImplementedError
 
-    def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor | Shifted, Any]:
+    def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Change, Any]:
         """Return y and the values to keep; ``out`` is an optional buffer for y."""
         raise NotImplementedError
 
-    def jvp(
-        self, saved: Any, dx: Tensor | Shifted | None, values: Values, tangent: Named, out: Tensor | None = None
-    ) -> Tensor | Shifted:
+    def jvp(self, saved: Any, dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None) -> Change:
         """Return dy along (dx, tangent), in ``out`` if possible. Frozen tensors have no tangent, features no dx."""
         raise NotImplementedError
 
-    def vjp(
-        self, saved: Any, g: Tensor | Summed, values: Values, out: Named, need_input: bool
-    ) -> Tensor | Summed | None:
+    def vjp(self, saved: Any, g: Cotangent, values: Values, out: Named, need_input: bool) -> Cotangent | None:
         """Add gᵀ∂y/∂θ to ``out``, now or by ``Values.defer_bias_sum``; return gᵀ∂y/∂x if ``need_input``."""
         raise NotImplementedError
 
@@ -248,7 +229,7 @@ class Op:
         return False
 
     def vjp_fused(
-        self, saved: Any, g: Tensor | Summed, values: Values, rows: Tensor, initial: Tensor, scale: float
+        self, saved: Any, g: Cotangent, values: Values, rows: Tensor, initial: Tensor, scale: float
     ) -> Tensor:
         """Write gᵀ∂y/∂x + scale·initial to ``rows``; return partial column sums of the first term."""
         raise NotImplementedError

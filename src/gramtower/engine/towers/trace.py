@@ -208,17 +208,11 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class Inputs:
-    """The features that a tower reads.
+    """The features that a tower reads."""
 
-    Attributes:
-        kind: "ids", "dense" or "sparse".
-        width: number of feature columns.
-        codes: whether dense features are integers.
-    """
-
-    kind: str
-    width: int = 0
-    codes: bool = False
+    kind: str  # "ids", "dense" or "sparse"
+    width: int = 0  # number of feature columns
+    codes: bool = False  # whether dense features are integers
 
     def example(self, dtype: torch.dtype) -> Tensor:
         """A tensor of their shape and type on the meta device."""
