@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -17,23 +16,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower.data.matrices import canonical, union, without
+from gramtower.data.matrices import SparseMatrix, canonical, union, without
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.metrics.definitions import DEFAULT, PROPENSITY, Metric, inverse_propensities, parse, self_information
 from gramtower.metrics.tally import ItemFacts, Scores, Tally
 from gramtower.retrieval.ranks import above
-from gramtower.retrieval.scores import as_embeddings, embeddings, score_blocks
+from gramtower.retrieval.scores import EmbeddingsLike, as_embeddings, embeddings, score_blocks
 from gramtower.retrieval.topk import best, best_lists
 
 
 def ranking_metrics(
-    recommended: Any,
-    relevant: Any,
+    recommended: NDArray[np.generic] | Tensor | Sequence[Sequence[int]],
+    relevant: SparseMatrix,
     metrics: str | Sequence[str] = DEFAULT,
     *,
-    popularity: Any = None,
+    popularity: SparseMatrix | None = None,
     propensity: tuple[float, float] = PROPENSITY,
-    embeddings: Any = None,
+    embeddings: EmbeddingsLike | None = None,
 ) -> Scores:
     """Metrics of given recommendations.
 
@@ -73,16 +72,16 @@ def ranking_metrics(
 
 
 def evaluate_embeddings(
-    P: Any,
-    Q: Any,
-    test: Any,
+    P: EmbeddingsLike,
+    Q: EmbeddingsLike,
+    test: SparseMatrix,
     *,
-    train: Any = None,
+    train: SparseMatrix | None = None,
     metrics: str | Sequence[str] = DEFAULT,
     exclude_train: bool = True,
-    exclude: Any = None,
+    exclude: SparseMatrix | None = None,
     by: str | None = None,
-    popularity: Any = None,
+    popularity: SparseMatrix | None = None,
     propensity: tuple[float, float] = PROPENSITY,
     block_bytes: int | str | None = None,
     processes: Group = SINGLE,
@@ -158,7 +157,7 @@ def evaluate_embeddings(
 def _facts(
     wanted: list[Metric],
     degrees: tuple[NDArray[np.int64], int] | None,
-    propensity: Any,
+    propensity: tuple[float, float],
     Q: Tensor | None,
     argument: str,
 ) -> ItemFacts:
@@ -181,7 +180,7 @@ def _facts(
     return ItemFacts(worth, information, directions)
 
 
-def _propensity(given: Any) -> tuple[float, float]:
+def _propensity(given: tuple[float, float]) -> tuple[float, float]:
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
         check.fail("propensity", repr(given), "two numbers, A and B")
     return check.number("propensity A", given[0], minimum=0.0), check.number("propensity B", given[1], above=0.0)
@@ -195,7 +194,7 @@ def _degrees(known: sp.csr_matrix | None, processes: Group) -> tuple[NDArray[np.
     return processes.sum_(counts).numpy(), int(processes.totals(float(known.shape[0]))[0])
 
 
-def _of_items(name: str, pairs: Any, n: int) -> sp.csr_matrix:
+def _of_items(name: str, pairs: SparseMatrix, n: int) -> sp.csr_matrix:
     """Pairs of any users with n items."""
     found = canonical(name, pairs)
     if found.shape[1] != n:
@@ -203,7 +202,7 @@ def _of_items(name: str, pairs: Any, n: int) -> sp.csr_matrix:
     return found
 
 
-def _item_embeddings(given: Any, n: int) -> Tensor:
+def _item_embeddings(given: EmbeddingsLike, n: int) -> Tensor:
     Q = as_embeddings("embeddings", given)
     if len(Q) != n:
         check.fail("embeddings", f"{len(Q)} rows", f"{n}, one for each item")
@@ -217,7 +216,7 @@ def _positives(pairs: sp.csr_matrix) -> sp.csr_matrix:
     return result
 
 
-def _check_lists(lists: NDArray[Any], n: int, k: int) -> None:
+def _check_lists(lists: NDArray[np.int64], n: int, k: int) -> None:
     if lists.shape[1] < min(k, n):
         check.fail("recommended", f"{lists.shape[1]} columns", f"at least {min(k, n)} for these metrics")
     if lists.size and (lists.min() < -1 or lists.max() >= n):

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -253,7 +252,7 @@ def _first(hits: Hits, k: int) -> Hits:
     return hits[:, :k] if hits.shape[1] >= k else np.pad(hits, ((0, 0), (0, k - hits.shape[1])))
 
 
-def terciles(counts: NDArray[Any], gathered: NDArray[Any] | None = None) -> list[NDArray[np.bool_]]:
+def terciles(counts: NDArray[np.int64], gathered: NDArray[np.int64] | None = None) -> list[NDArray[np.bool_]]:
     """Three groups by the terciles of counts, or of the counts ``gathered`` from all processes.
 
     Equal counts are in the same group, so that a group may be empty.

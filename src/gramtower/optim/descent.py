@@ -139,10 +139,10 @@ def vectors(state: State, name: str) -> list[Parameters]:
     return found
 
 
-def split_state(state: State, prefix: str = "") -> tuple[dict[str, Stored], dict[str, Any]]:
+def split_state(state: State, prefix: str = "") -> tuple[dict[str, Stored], dict[str, object]]:
     """Split a nested state into flat dictionaries of tensors and JSON-like values; the inverse of join_state."""
     tensors: dict[str, Stored] = {}
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, STORED):
@@ -156,7 +156,7 @@ def split_state(state: State, prefix: str = "") -> tuple[dict[str, Stored], dict
     return tensors, values
 
 
-def join_state(tensors: dict[str, Stored], values: dict[str, Any]) -> State:
+def join_state(tensors: dict[str, Stored], values: dict[str, object]) -> State:
     """Build the nested state from the results of :func:`split_state`."""
     state: State = {}
     for name, value in {**values, **tensors}.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from gramtower._util import checks as check
 from gramtower.engine.objective.problem import Problem
@@ -24,34 +24,31 @@ from gramtower.optim.stochastic import Blocks, Sampled, Source, Subsets
 from gramtower.optim.sweeps import Sweeps, SweepsFirst
 
 _ENOUGH_SWEEPS = 12
+Value = TypeVar("Value")
 
 
-def _option(default: Any, test: Callable[[str, Any], object]) -> Any:
+def _option(default: Value, test: Callable[[str, Value], object]) -> Value:
     return field(default=default, metadata={"check": test})
 
 
-def _positive(default: float) -> Any:
+def _positive(default: float) -> float:
     return _option(default, lambda name, value: check.number(name, value, above=0.0))
 
 
-def _not_negative(default: float) -> Any:
+def _not_negative(default: float) -> float:
     return _option(default, lambda name, value: check.number(name, value, minimum=0.0))
 
 
-def _share(default: float, most: float = 1.0) -> Any:
-    def test(name: str, value: Any) -> None:
+def _share(default: float, most: float = 1.0) -> float:
+    def test(name: str, value: float) -> None:
         if not 0.0 < check.number(name, value) <= most:
             check.fail(name, value, f"a number above 0 and at most {most:g}")
 
     return _option(default, test)
 
 
-def _count(default: int, least: int = 1) -> Any:
+def _count(default: int, least: int = 1) -> int:
     return _option(default, lambda name, value: check.count(name, value, minimum=least))
-
-
-def _step_size() -> Any:
-    return _option(None, lambda name, value: None if value is None else check.number(name, value, above=0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +174,9 @@ class NewtonKron(Solver):
 
     def method(self, seed: int) -> Method:
         newton = KroneckerNewton(
-            self._damping(self.damping),
-            min(self.cg_steps, self.cg_max_steps),
-            self.cg_max_steps,
-            self.cg_tolerance,
+            self._damping(self.damping), min(self.cg_steps, self.cg_max_steps), self.cg_max_steps, self.cg_tolerance,
             self.cg_progress,
-        )
+        )  # fmt: skip
         secant = KroneckerSecant(self._damping(0.0), self.memory, self.alternating)
         direction = KroneckerDirection(newton, secant, self.network_memory)
         descent = Descent(direction, Backtracking(self.sufficient_decrease, double_every=0))
@@ -218,7 +212,9 @@ class _Stochastic(Solver):
     """Solvers with estimated gradients; an iteration has enough steps for about one pass over the data."""
 
     ratio: float = _share(0.01)
-    step_size: float | None = _step_size()
+    step_size: float | None = _option(
+        None, lambda name, value: None if value is None else check.number(name, value, above=0.0)
+    )
     steps: int | None = _option(None, lambda name, value: None if value is None else check.count(name, value))
 
     def _sampled(self, source: Source, direction: FirstOrder) -> Method:
@@ -299,7 +295,7 @@ SOLVERS: dict[str, type[Solver]] = {
 }  # fmt: skip
 
 
-def as_solver(optimizer: Any, options: dict[str, Any]) -> Solver:
+def as_solver(optimizer: str | Solver, options: dict[str, Any]) -> Solver:
     """The solver of a name with its options, or a given solver; refuses unknown names and options."""
     if isinstance(optimizer, Solver):
         if options:

@@ -11,8 +11,6 @@ The results are the same as those of topk.best_torch and ranks.above_torch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,7 +22,7 @@ from gramtower._util.torch_runtime import parallel_for
 _TOGETHER = 64  # scores compared before a branch
 
 
-def above(scores: Tensor, offsets: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.float64]:
+def above(scores: Tensor, offsets: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float64]:
     """The same as ranks.above; columns[offsets[i]:offsets[i + 1]] are relevant to row i."""
     counts, array = np.empty(len(columns)), scores.numpy()
     parallel_for(lambda first, last: _above(first, last, array, offsets, columns, counts), tasks(len(scores)))
@@ -89,7 +87,7 @@ class BestLists:
         self.columns, self.values = np.empty((rows, places), np.int64), np.empty((rows, places), np.float32)
         self.counts, self.bounds = np.zeros(rows, np.int64), np.full(rows, -np.inf, np.float32)
 
-    def add(self, scores: NDArray[np.float32], offset: int, *left_out: NDArray[Any]) -> None:
+    def add(self, scores: NDArray[np.float32], offset: int, *left_out: NDArray[np.signedinteger]) -> None:
         """Add scores of the columns from ``offset`` on to the lists of their rows; earlier columns must come first.
 
         ``left_out`` are places, ends, excluded and denied: the scores of the columns excluded[places[i]:ends[i]] of row

@@ -8,7 +8,7 @@ excluded pair.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -21,7 +21,10 @@ from gramtower._util import checks as check
 _DEFAULT_BYTES = {"cpu": 64_000_000, "cuda": 1_000_000_000}
 
 
-def embeddings(P: Any, Q: Any) -> tuple[Tensor, Tensor]:
+EmbeddingsLike: TypeAlias = NDArray[np.generic] | Tensor  # floating-point rows, one for each entity
+
+
+def embeddings(P: EmbeddingsLike, Q: EmbeddingsLike) -> tuple[Tensor, Tensor]:
     """Both matrices of embeddings as float32 tensors, checked."""
     left, right = as_embeddings("P", P), as_embeddings("Q", Q)
     if left.shape[1] != right.shape[1] or left.device != right.device:
@@ -30,7 +33,7 @@ def embeddings(P: Any, Q: Any) -> tuple[Tensor, Tensor]:
     return left, right
 
 
-def as_embeddings(name: str, value: Any) -> Tensor:
+def as_embeddings(name: str, value: EmbeddingsLike) -> Tensor:
     """A matrix of embeddings as a float32 tensor, checked; ``name`` is the name of the argument."""
     if not isinstance(value, (Tensor, np.ndarray)) or value.ndim != 2 or 0 in value.shape[1:]:
         given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__

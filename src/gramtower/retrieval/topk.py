@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -28,8 +28,8 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.torch_runtime import pool
-from gramtower.data.matrices import canonical
-from gramtower.retrieval.scores import embeddings, score_blocks
+from gramtower.data.matrices import SparseMatrix, canonical
+from gramtower.retrieval.scores import EmbeddingsLike, embeddings, score_blocks
 
 _MOST_KEPT = 512  # longest lists for compiled code, which sorts by insertion
 _WORTH_LOADING = 1 << 20  # least number of scores for which compiled code is loaded
@@ -266,6 +266,9 @@ def tile_shape(rows: int, n: int, threads: int, block_bytes: int | str | None = 
     return height, min(n, max(_FEWEST, size // height))
 
 
+ColumnsLike: TypeAlias = Sequence[int] | NDArray[np.generic] | Tensor
+
+
 class Ranking(NamedTuple):
     """Checked inputs of a ranking: embeddings, candidates, and the pairs that each row leaves out.
 
@@ -317,7 +320,14 @@ class Ranking(NamedTuple):
         return np.where(columns >= 0, self.chosen[columns], -1)
 
 
-def ranking(P: Any, Q: Any, *, exclude: Any = None, allow: Any = None, deny: Any = None) -> Ranking:
+def ranking(
+    P: EmbeddingsLike,
+    Q: EmbeddingsLike,
+    *,
+    exclude: SparseMatrix | None = None,
+    allow: ColumnsLike | None = None,
+    deny: ColumnsLike | None = None,
+) -> Ranking:
     """The arguments of :func:`top_k`, checked and brought into one form."""
     P, Q = embeddings(P, Q)
     rows, n = len(P), len(Q)
@@ -347,13 +357,13 @@ def checked_ranking(
 
 
 def top_k(
-    P: Any,
-    Q: Any,
+    P: EmbeddingsLike,
+    Q: EmbeddingsLike,
     k: int,
     *,
-    exclude: Any = None,
-    allow: Any = None,
-    deny: Any = None,
+    exclude: SparseMatrix | None = None,
+    allow: ColumnsLike | None = None,
+    deny: ColumnsLike | None = None,
     block_bytes: int | str | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The k best columns for each row of P.
@@ -375,7 +385,7 @@ def top_k(
     return ranking(P, Q, exclude=exclude, allow=allow, deny=deny).top(k, block_bytes)
 
 
-def _columns(name: str, value: Any, n: int) -> NDArray[np.int64]:
+def _columns(name: str, value: ColumnsLike, n: int) -> NDArray[np.int64]:
     """Distinct column numbers, increasing."""
     array = check.as_array(name, value, "a list of column numbers")
     if array.size == 0:

@@ -52,7 +52,7 @@ class Started:
 
     last: Record
     max_iterations: int
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, object] = field(default_factory=dict)
     first: bool = True
 
 
@@ -288,7 +288,7 @@ class _NotebookBar:
         passed, made = time.monotonic() - self._began, done - self._first
         return f"{passed / made * (self._total - done):.0f} s left" if made and done < self._total else ""
 
-    def _content(self, left: str = "") -> Any:
+    def _content(self, left: str = "") -> _Output:
         done, figures = self._now
         words = ", ".join(part for part in (f"iteration {done} of {self._total}", figures, left) if part)
         return _Output(html.progress(done, self._total, words), words)

@@ -25,7 +25,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import host
@@ -44,6 +45,7 @@ from gramtower.distributed import shard_files
 from gramtower.distributed.agreement import Digest
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Rows, Sharded, Shards
+from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Layout, Parameters, side_of
@@ -61,9 +63,9 @@ def fingerprint(
     problem: Problem,
     towers: Towers,
     optimizer: str,
-    options: dict[str, Any],
+    options: dict[str, object],
     seed: int,
-    validation: Any = None,
+    validation: Callable[[Point], float] | None = None,
     patience: int | None = None,
 ) -> dict[str, str]:
     """The properties that must agree for a run to continue, by name, so that an error can name the one that differs.
@@ -83,6 +85,9 @@ def fingerprint(
     else:
         weights += [Digest().add_rows(array, first) for array, first in zip(imputed, rows, strict=True)]
     layout = towers.parameters().layout
+    metric = {"metric": "none" if validation is None else _name(validation), "validation": "none"}
+    if validation is not None and hasattr(validation, "fingerprint"):
+        metric = dict(validation.fingerprint(problem.shards))
     return {
         "pairs": json.dumps(problem.shape) + pairs.text(group),
         "features": "".join(features_text(side, group) for side in (problem.left, problem.right)),
@@ -97,19 +102,13 @@ def fingerprint(
         "options": json.dumps(options, sort_keys=True, default=str),
         "seed": str(seed),
         "patience": str(patience),
-        **_validation_fingerprint(validation, problem.shards),
+        **metric,
     }
 
 
-def _validation_fingerprint(validation: Any, shards: Shards) -> dict[str, str]:
-    if hasattr(validation, "fingerprint"):
-        return dict(validation.fingerprint(shards))
-    return {"metric": "none" if validation is None else _name(validation), "validation": "none"}
-
-
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     """The module and name of a function, or of the class of another callable."""
-    named = function if hasattr(function, "__qualname__") else type(function)
+    named: Any = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"
 
 
@@ -130,7 +129,7 @@ def _architecture(towers: Towers, problem: Problem) -> str:
     return "\n".join(lines)
 
 
-def _text(value: Any, rows: Rows, group: Group) -> str:
+def _text(value: object, rows: Rows, group: Group) -> str:
     """A module's attribute as text: plain values, digests of tensors, and the names of other objects."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return repr(value)
@@ -141,21 +140,20 @@ def _text(value: Any, rows: Rows, group: Group) -> str:
         # A table over ids holds local rows; the digest is over the rows of all processes.
         table = group.from_first(bool(array.ndim) and len(array) == rows.count)
         digest = Digest().add_rows(np.atleast_1d(array), rows.first if table else 0)
-        return f"{'rows of ' if table else ''}{array.shape[1:] if table else array.shape} " + digest.text(
-            group if table else SINGLE
-        )
+        shape = f"rows of {array.shape[1:]}" if table else array.shape
+        return f"{shape} {digest.text(group if table else SINGLE)}"
     return _name(value)
 
 
-def _pair_digest(problem: Problem, values: Any) -> Digest:
+def _pair_digest(problem: Problem, values: NDArray[np.generic]) -> Digest:
     """A digest of the pairs with a number each, independent of how processes divide them."""
-    pairs = problem.pairs
-    return sparse_digest(
-        pairs.offsets.numpy(), pairs.columns.numpy(), values, problem.shards.left.first, problem.shape[1]
-    )
+    offsets, columns = problem.pairs.offsets.numpy(), problem.pairs.columns.numpy()
+    return sparse_digest(offsets, columns, values, problem.shards.left.first, problem.shape[1])
 
 
-def sparse_digest(offsets: Any, columns: Any, values: Any, first: int, width: int) -> Digest:
+def sparse_digest(
+    offsets: NDArray[np.int64], columns: NDArray[np.integer], values: NDArray[np.generic], first: int, width: int
+) -> Digest:
     """A digest of rows of a sparse matrix, which start at row ``first`` of all processes' rows."""
     rows = len(offsets) - 1
     if len(columns) < _MANY or not host.has_numba():
@@ -300,7 +298,7 @@ class _Header:
     """The header of a checkpoint; ``sides`` has the side of each tensor with rows of entities."""
 
     fingerprint: dict[str, str]
-    values: dict[str, Any]
+    values: dict[str, object]
     seconds: float
     work: dict[str, float]
     memory_budget: int
@@ -346,18 +344,9 @@ def write_checkpoint(path: Path, own: dict[str, str], saved: Saved, log: StoredH
     with shards.group.together():
         if shards.group.rank == 0:
             log.append(saved.history)
-    header = {
-        "fingerprint": own,
-        "values": values,
-        "seconds": saved.seconds,
-        "work": saved.work,
-        "memory_budget": saved.memory_budget,
-        "best_metric": saved.best_metric,
-        "waited": saved.waited,
-        "first_norm": saved.first_norm,
-        "history": log.mark,
-        "sides": sides,
-    }
+    progress = ("seconds", "work", "memory_budget", "best_metric", "waited", "first_norm")
+    header = {"fingerprint": own, "values": values} | {name: getattr(saved, name) for name in progress}
+    header |= {"history": log.mark, "sides": sides}
     shard_files.write(path, _KIND, header, stored, rows, shards)
 
 
@@ -423,7 +412,7 @@ def restore(path: Path, method: Stateful, state: State) -> None:
             raise ValueError("got another method's state")
 
 
-def _check_state(name: str, state: Any, like: Any) -> None:
+def _check_state(name: str, state: object, like: object) -> None:
     """Refuse values whose types differ from those of a new method; additional tensors are allowed."""
     if isinstance(like, dict):
         if not isinstance(state, dict):
@@ -445,13 +434,13 @@ def _check_state(name: str, state: Any, like: Any) -> None:
             raise ValueError(f"got {name} {str(state)[:40]!r}, expected {type(like).__name__}")
 
 
-def _names(state: Any) -> Any:
+def _names(state: object) -> object:
     """The names in a state, without empty parts."""
     below = {key: _names(value) for key, value in state.items()} if isinstance(state, dict) else None
     return {key: value for key, value in below.items() if value != {}} if below is not None else None
 
 
-def _joined(tensors: dict[str, Stored], values: dict[str, Any]) -> State:
+def _joined(tensors: dict[str, Stored], values: dict[str, object]) -> State:
     """The method's state; all names must be below "method"."""
     if any(name.split("/")[0] != "method" for name in (*tensors, *values)):
         raise ValueError(f"got {', '.join((*tensors, *values))[:60]}, expected the state of a method")

@@ -222,14 +222,14 @@ class _Run:
         more |= {"device": self.towers.device.type, "checkpoint": None if path is None else str(path)}
         agree(self.group, versions() | self._objective() | more | vars(limits))
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """The settings of the run, for callbacks."""
         shards, (optimizer, options, seed) = self.problem.shards, self._identity
         sizes = {"left": shards.left.total, "right": shards.right.total}
         metric = {} if self.validation is None else {"metric": getattr(self.validation, "metric", "validation")}
         return {"optimizer": optimizer, **options, "seed": seed} | self._objective() | sizes | metric
 
-    def _objective(self) -> dict[str, Any]:
+    def _objective(self) -> dict[str, object]:
         p = self.problem
         return {"loss": p.loss.name, "omega": p.omega, "l2": p.l2, "embedding_l2": p.embedding_l2}
 
@@ -302,15 +302,11 @@ class _Run:
                 if path is not None and due:
                     self._save(path, records)
                 stopping, terminated = self.group.totals(asked, sigterm())
-                if terminated:
-                    stop = Stop(Reason.INTERRUPTED, Reason.INTERRUPTED.value)
-                    break
-                if stopping:
-                    stop = Stop(Reason.CALLBACK, Reason.CALLBACK.value)
-                    break
                 assert self.reached.first_norm is not None
-                if result.gradient_norm <= limits.tolerance * self.reached.first_norm and result.trials:
-                    stop = Stop(Reason.TOLERANCE, Reason.TOLERANCE.value)
+                small = result.gradient_norm <= limits.tolerance * self.reached.first_norm and result.trials
+                if terminated or stopping or small:
+                    reason = Reason.INTERRUPTED if terminated else Reason.CALLBACK if stopping else Reason.TOLERANCE
+                    stop = Stop(reason, reason.value)
                     break
         except KeyboardInterrupt:
             if self.group.size > 1:  # processes may be in different iterations: only the last checkpoint is consistent
@@ -389,42 +385,24 @@ class _Run:
 
     def _record(self, now: _Reached, result: IterationResult | None, before: float, metric: float | None) -> Record:
         value = now.point.value
-        passes = {
-            k: round(v, 6) for k, v in vars(now.work).items()
-        }  # a resumed run adds the fractions in another order
+        passes = {k: round(v, 6) for k, v in vars(now.work).items()}  # a resumed run adds them in another order
+        made = IterationResult(None, 0.0) if result is None else result
         return Record(
-            iteration=now.iteration,
-            seconds=now.seconds,
-            value=value,
+            iteration=now.iteration, seconds=now.seconds, value=value,
             relative_decrease=(before - value) / abs(before) if before else 0.0,
-            gradient_norm=None if result is None else result.gradient_norm,
-            cg_steps=0 if result is None else result.cg_steps,
-            step=0.0 if result is None else result.step,
-            damping=None if result is None else result.damping,
-            trials=0 if result is None else result.trials,
-            data_passes=passes.pop("data_passes"),
-            work=passes,
-            terms=dict(vars(now.point.terms)),
-            metric=metric,
-            processes=self.group.size,
-            bytes=self.group.total_bytes,
-            product_bytes=self.group.product_bytes,
-        )
+            gradient_norm=None if result is None else result.gradient_norm, cg_steps=made.cg_steps, step=made.step,
+            damping=made.damping, trials=made.trials, data_passes=passes.pop("data_passes"), work=passes,
+            terms=dict(vars(now.point.terms)), metric=metric, processes=self.group.size,
+            bytes=self.group.total_bytes, product_bytes=self.group.product_bytes,
+        )  # fmt: skip
 
     def _save(self, path: Path, records: History) -> None:
         reached = self.reached
+        budget = self.problem.planned_budgets.get(self.towers.device, 0)
         saved = Saved(
-            reached.point.parameters,
-            reached.method,
-            reached.seconds,
-            dict(vars(reached.work)),
-            self.problem.planned_budgets.get(self.towers.device, 0),
-            records.records,
-            reached.best,
-            reached.best_metric,
-            reached.waited,
-            reached.first_norm,
-        )
+            reached.point.parameters, reached.method, reached.seconds, dict(vars(reached.work)), budget,
+            records.records, reached.best, reached.best_metric, reached.waited, reached.first_norm,
+        )  # fmt: skip
         assert self.stored is not None
         write_checkpoint(path, self.fingerprint, saved, self.stored, self.problem.shards)
         self.saved_at = reached.seconds

@@ -38,7 +38,7 @@ def warn_of_conversion(message: str) -> None:
     warnings.warn(message, theirs, stacklevel=4)
 
 
-def warn_of_ignored(given: dict[str, tuple[Any, Any]]) -> None:
+def warn_of_ignored(given: dict[str, tuple[object, object]]) -> None:
     """Warn about arguments without effect that were given another value than the default."""
     ignored = [f"{name}={value!r}" for name, (value, usual) in given.items() if value != usual]
     if ignored:

@@ -13,7 +13,7 @@ The functions take any model with implicit's `recommend`. docs/metrics.md has th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import scipy.sparse as sp
@@ -160,7 +160,7 @@ def _totals(hits: NDArray[np.bool_], positive: Factors, items: int, K: int) -> N
     return np.array([total.sum(), average.sum(), gain.sum(), auc.sum()])
 
 
-def _part(entries: Any, chosen: NDArray[np.bool_]) -> sp.csr_matrix:
+def _part(entries: sp.coo_matrix, chosen: NDArray[np.bool_]) -> sp.csr_matrix:
     places = entries.row[chosen], entries.col[chosen]
     return sp.csr_matrix((entries.data[chosen], places), shape=entries.shape, dtype=entries.dtype)
 

@@ -169,7 +169,7 @@ class TwoTower(Recommender):
         made.model.set_params(device="cuda" if use_gpu else "cpu")
         return made
 
-    def _pairs(self, user_items: SparseMatrix) -> Any:
+    def _pairs(self, user_items: SparseMatrix) -> Interactions | SparseMatrix:
         """Labels ±1 by the signs of entries, and weights by their absolute values unless all are 1."""
         matrix = Interactions.from_matrix(check_csr("user_items", user_items)).matrix
         matrix.eliminate_zeros()

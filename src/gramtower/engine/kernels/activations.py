@@ -10,7 +10,6 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +75,7 @@ ACTIVATIONS = {kind.name: kind.module for kind in TABLE if kind.name is not None
 _WITH_SLOPE = re.compile(r"leaky_relu\((0?\.\d{1,6})\)")
 
 
-def make_activation(argument: str, name: Any) -> nn.Module:
+def make_activation(argument: str, name: str) -> nn.Module:
     """A new module by name: one of ``ACTIVATIONS``, or "leaky_relu(0.25)" with a slope between 0 and 1.
 
     Raises:

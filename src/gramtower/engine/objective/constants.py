@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
@@ -35,34 +35,8 @@ from gramtower.engine.kernels import select
 from gramtower.engine.kernels.losses import Loss, LossTerms
 from gramtower.engine.objective.gramians import column_sums, gram
 
-
-class ProblemData(Protocol):
-    """What the constants are made of, before dtype and device: a :class:`~gramtower.Problem`."""
-
-    pairs: Pairs
-    shards: Shards
-    loss: Loss
-    imputed: Imputed
-    pair_weights: NDArray[np.float64] | None
-    label_range: tuple[Any, Any]
-    omega: float
-    l2: float
-    embedding_l2: float
-    precision: str
-    pair_precision: str
-    kernels: str
-
-    @property
-    def labels(self) -> NDArray[Any]:
-        """R on O."""
-
-    @property
-    def weight_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """a and b."""
-
-    @property
-    def penalty_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """μ c of both sides."""
+if TYPE_CHECKING:
+    from gramtower.engine.objective.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -153,7 +127,7 @@ class PairConstants:
         return PairConstants(pairs, self.terms.at(entries))
 
 
-def make_constants(problem: ProblemData, dtype: torch.dtype, device: torch.device) -> Constants:
+def make_constants(problem: Problem, dtype: torch.dtype, device: torch.device) -> Constants:
     """The entities' part of a problem; refuses constants that the dtype cannot hold."""
     _check_range(problem, dtype)
     weights, penalties = problem.weight_arrays, problem.penalty_arrays
@@ -169,30 +143,17 @@ def make_constants(problem: ProblemData, dtype: torch.dtype, device: torch.devic
     local = left.imputed_gramian(shards.left.count), right.imputed_gramian(shards.right.count)
     square = (local[0] * local[1]).sum() if shards.single else torch.mul(*shards.group.sum_all(*local)).sum()
     scalars = torch.tensor([problem.omega, problem.imputed.constant], dtype=dtype, device=device)
+    total = None
+    if problem.imputed.fitted:
+        local_sum = None if right.weight is None else float(right.weight.sum(dtype=torch.float64))
+        total = float(shards.right.total if local_sum is None else shards.group.totals(local_sum)[0])
     return Constants(
-        left,
-        right,
-        problem.omega,
-        problem.l2,
-        float(square),
-        scalars,
-        problem.precision,
-        problem.pair_precision,
-        shards,
-        _total_weight(right, shards) if problem.imputed.fitted else None,
-    )
+        left, right, problem.omega, problem.l2, float(square), scalars, problem.precision, problem.pair_precision,
+        shards, total,
+    )  # fmt: skip
 
 
-def _total_weight(right: Side, shards: Shards) -> float:
-    """Σ_j b_j over all processes."""
-    if right.weight is None:
-        return float(shards.right.total)
-    return float(shards.group.totals(float(right.weight.sum(dtype=torch.float64)))[0])
-
-
-def make_pair_constants(
-    problem: ProblemData, constants: Constants, rows: tuple[int, int] | None = None
-) -> PairConstants:
+def make_pair_constants(problem: Problem, constants: Constants, rows: tuple[int, int] | None = None) -> PairConstants:
     """The pairs of a range of left rows held here, None for all of them."""
     dtype, device = constants.scalars.dtype, constants.scalars.device
     pairs, where, left = problem.pairs, slice(None), constants.left
@@ -212,19 +173,12 @@ def make_pair_constants(
         gathered = constants.shards.gather(right.imputed).wait()
         imputed = select(device, problem.kernels).dots(pairs, left.imputed, gathered)
     loss_weight = None if problem.pair_weights is None else problem.pair_weights[where]
-    terms = LossTerms(
-        problem.loss,
-        _labels(problem.labels[where], problem.label_range, dtype, device),
-        problem.omega,
-        imputed,
-        weight,
-        _tensor(loss_weight, dtype, device),
-        constants.scalars,
-    )
-    return PairConstants(pairs, terms)
+    labels = _labels(problem.labels[where], problem.label_range, dtype, device)
+    weights = weight, _tensor(loss_weight, dtype, device)
+    return PairConstants(pairs, LossTerms(problem.loss, labels, problem.omega, imputed, *weights, constants.scalars))
 
 
-def _check_range(problem: ProblemData, dtype: torch.dtype) -> None:
+def _check_range(problem: Problem, dtype: torch.dtype) -> None:
     """Refuse constants that the towers' dtype cannot hold, by name."""
     (a, b), (left, right) = problem.weight_arrays, problem.penalty_arrays
     for name, value in (
@@ -234,15 +188,11 @@ def _check_range(problem: ProblemData, dtype: torch.dtype) -> None:
         ("embedding_l2 and frequency_power", left), ("embedding_l2 and frequency_power", right),
     ):  # fmt: skip
         for part in value if isinstance(value, tuple) else (value,):
-            if part is not None and not _all_fit(part, dtype):
+            most = math.inf  # of an array, found by all threads
+            if isinstance(part, np.ndarray) and part.ndim == 1 and len(part):
+                most = max(abs(float(extreme)) for extreme in extremes(part))
+            if part is not None and not most <= torch.finfo(dtype).max:
                 check.fits(name, part, dtype)
-
-
-def _all_fit(values: Any, dtype: torch.dtype) -> bool:
-    """Whether an array of numbers fits, found by all threads; False for anything else, which is looked at closer."""
-    if not isinstance(values, np.ndarray) or values.ndim != 1 or not len(values):
-        return False
-    return max(abs(float(extreme)) for extreme in extremes(values)) <= torch.finfo(dtype).max
 
 
 def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
@@ -253,21 +203,26 @@ def _factor(imputed: Tensor | float, rows: slice | Tensor) -> Tensor | float:
     return imputed[rows] if isinstance(imputed, Tensor) else imputed
 
 
-def _tensor(array: NDArray[Any] | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _tensor(array: NDArray[np.generic] | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     return None if array is None else torch.tensor(array, dtype=dtype, device=device)
 
 
-def _labels(array: NDArray[Any], bounds: tuple[Any, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _labels(
+    array: NDArray[np.generic], bounds: tuple[float, float], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """R on O; one number expanded to all where they are equal, as for plain implicit feedback."""
     if len(array) and bounds[0] == bounds[1]:
         return torch.tensor([array[0]], dtype=dtype, device=device).expand(len(array))
     return torch.from_numpy(array).to(device, dtype)  # nobody writes to either
 
 
+Numbers: TypeAlias = NDArray[np.float64]
+WeightsLike: TypeAlias = str | Sequence[float] | NDArray[np.generic] | Tensor | None  # accepted as weights of entities
+ImputedLike: TypeAlias = float | str | Sequence[NDArray[np.generic] | Tensor]  # accepted as imputed labels
 EXPECTED = 'an array of weights, or text such as "degree^0.5", "degree^-0.5", or "degree^0" for none'
 
 
-def entity_weights(name: str, value: Any, degrees: NDArray[Any], group: Group = SINGLE) -> NDArray[Any] | None:
+def entity_weights(name: str, value: WeightsLike, degrees: NDArray[np.int64], group: Group = SINGLE) -> Numbers | None:
     """The weights of one side, from an array, from text such as ``"degree^0.5"``, or None for ones.
 
     Over several processes degrees and weights are those of local entities; the mean is over all.
@@ -278,7 +233,7 @@ def entity_weights(name: str, value: Any, degrees: NDArray[Any], group: Group = 
     if power == 0:
         return None
     with np.errstate(over="ignore", invalid="ignore"):  # refused by name below
-        weights: NDArray[Any] = np.maximum(degrees, 1).astype(np.float64) ** power
+        weights: Numbers = np.maximum(degrees, 1).astype(np.float64) ** power
         total, count = group.totals(float(weights.sum()), len(weights))
         weights /= np.float64(total) / count
     if not (np.isfinite(total) and np.isfinite(weights).all()):
@@ -299,8 +254,8 @@ def degree_power(name: str, value: str) -> float:
 
 
 def embedding_penalties(
-    mu: float, power: float, omega: float, counts: tuple[NDArray[Any], NDArray[Any]], sums: Sequence[float]
-) -> tuple[NDArray[Any], NDArray[Any]]:
+    mu: float, power: float, omega: float, counts: Sequence[NDArray[np.int64]], sums: Sequence[float]
+) -> tuple[Numbers, Numbers]:
     """μ c of the left and of the right entities.
 
     Args:
@@ -311,7 +266,9 @@ def embedding_penalties(
         sums: Σ_i a_i and Σ_j b_j.
     """
     with np.errstate(divide="ignore", over="ignore"):  # refused by name below
-        left, right = (mu * (c + omega * other) ** power for c, other in zip(counts, sums[::-1], strict=True))
+        left, right = (
+            np.asarray(mu * (c + omega * other) ** power, float) for c, other in zip(counts, sums[::-1], strict=True)
+        )
     for side, values in (("left", left), ("right", right)):
         if not np.isfinite(values).all():
             i = int(np.argmin(np.isfinite(values)))
@@ -330,7 +287,7 @@ class Imputed:
     fitted: bool = False  # whether each left entity's label is fitted, so that scores are margins above their mean
 
 
-def as_imputed(value: Any, shape: tuple[int, int]) -> Imputed:
+def as_imputed(value: ImputedLike, shape: tuple[int, int]) -> Imputed:
     """Imputed labels from a number or from (P̃, Q̃) of shapes (m, r) and (n, r)."""
     if isinstance(value, str):
         if value != "fitted":
@@ -352,7 +309,7 @@ def as_imputed(value: Any, shape: tuple[int, int]) -> Imputed:
     return Imputed(0.0, (left.to(common), right.to(common)))
 
 
-def checked_weights(value: Any, count: int) -> NDArray[Any] | None:
+def checked_weights(value: WeightsLike, count: int) -> Numbers | None:
     """check.weights, by all threads where there is nothing wrong."""
     array = None if value is None else check.as_float_array("pair_weights", value)
     if array is not None and array.shape == (count,) and count:
@@ -362,7 +319,7 @@ def checked_weights(value: Any, count: int) -> NDArray[Any] | None:
     return check.weights("pair_weights", array, count)
 
 
-def check_labels(loss: Loss, labels: NDArray[Any], bounds: tuple[Any, Any], pairs: Pairs) -> None:
+def check_labels(loss: Loss, labels: NDArray[np.generic], bounds: tuple[float, float], pairs: Pairs) -> None:
     """Refuse labels that are not finite, or that a loss does not take; ``bounds`` are the least and the largest."""
     low, high = bounds
     if not (np.isfinite(low) and np.isfinite(high)):

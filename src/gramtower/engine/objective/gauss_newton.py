@@ -12,7 +12,6 @@ the explicit matrix of tests/dense.py in tests/test_engine.py; the counts are as
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class GaussNewton(LinearOperator):
         super().__init__(at.parameters)
         self.at, self.damping, self.executor = at, damping, executor
 
-    def __add__(self, other: Any) -> LinearOperator:
+    def __add__(self, other: LinearOperator | float) -> LinearOperator:
         """A number is added to the damping, which costs nothing."""
         if isinstance(other, LinearOperator):
             return super().__add__(other)

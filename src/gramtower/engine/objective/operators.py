@@ -11,14 +11,17 @@ An :class:`Executor` runs the work of a point: kernel by kernel here, replayed f
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.engine.towers.parameters import Parameters, as_parameters
+
+Operand = TypeVar("Operand", Parameters, Tensor, NDArray[Any], "LinearOperator")
 
 
 class LinearOperator:
@@ -45,10 +48,10 @@ class LinearOperator:
         """The operator times d, written over ``out`` if given (never d itself)."""
         raise NotImplementedError
 
-    def __matmul__(self, d: Any) -> Any:
+    def __matmul__(self, d: Operand) -> Operand:
         """The product with Parameters, a flat vector or a matrix of columns, of the same kind; or a composition."""
         if isinstance(d, LinearOperator):
-            return Composed(self, _as_operator(d, self.like))
+            return Composed(self, _as_operator(d, self.like))  # type: ignore[return-value]  # d is no array as well
         if isinstance(d, Parameters):
             return self.product(as_parameters("d", d, self.like))
         if not isinstance(d, (np.ndarray, torch.Tensor)):
@@ -59,12 +62,12 @@ class LinearOperator:
         product = self.product(as_parameters("d", d, self.like)).vector
         return product.cpu().numpy() if isinstance(d, np.ndarray) else product
 
-    def __add__(self, other: Any) -> LinearOperator:
+    def __add__(self, other: LinearOperator | float) -> LinearOperator:
         return Sum(self, _as_operator(other, self.like))
 
     __radd__ = __add__
 
-    def __mul__(self, scale: Any) -> LinearOperator:
+    def __mul__(self, scale: float) -> LinearOperator:
         return Scaled(self, check.number("scale", scale))
 
     __rmul__ = __mul__
@@ -72,7 +75,7 @@ class LinearOperator:
     def __neg__(self) -> LinearOperator:
         return Scaled(self, -1.0)
 
-    def __sub__(self, other: Any) -> LinearOperator:
+    def __sub__(self, other: LinearOperator | float) -> LinearOperator:
         return self + -_as_operator(other, self.like)
 
     def to_scipy(self) -> Any:
@@ -81,10 +84,8 @@ class LinearOperator:
 
         dtype = np.dtype(str(self.like.vector.dtype).removeprefix("torch."))
 
-        def times(operator: LinearOperator) -> Any:
-            return lambda v: operator @ np.asarray(v, dtype=dtype).reshape(-1)
-
-        return ScipyOperator(self.shape, matvec=times(self), rmatvec=times(self.T), dtype=dtype)
+        one, other = ((lambda v, A=A: A @ np.asarray(v, dtype=dtype).reshape(-1)) for A in (self, self.T))
+        return ScipyOperator(self.shape, matvec=one, rmatvec=other, dtype=dtype)
 
 
 class Identity(LinearOperator):
@@ -148,7 +149,7 @@ class Composed(LinearOperator):
         return self.outer.product(self.inner.product(d), out)
 
 
-def _as_operator(value: Any, like: Parameters) -> LinearOperator:
+def _as_operator(value: LinearOperator | float, like: Parameters) -> LinearOperator:
     if isinstance(value, LinearOperator):
         if value.like.layout.shapes != like.layout.shapes:
             check.fail("operator", "one over other parameters", f"one over the tensors {list(like)[:4]}…")

@@ -26,9 +26,9 @@ from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.host import default_budget, explained, free_memory, readable
 from gramtower._util.torch_runtime import PAIR_PRECISIONS, PRECISIONS, products_in
-from gramtower.data.features import as_features
+from gramtower.data.features import MatrixLike, as_features
 from gramtower.data.interactions import Interactions
-from gramtower.data.matrices import extremes
+from gramtower.data.matrices import SparseMatrix, extremes
 from gramtower.data.pairs import from_sparse, sorting_bytes
 from gramtower.distributed.shards import Shards, unsharded
 from gramtower.engine.kernels import BACKENDS, layout, select
@@ -36,7 +36,10 @@ from gramtower.engine.kernels.losses import Loss, as_loss
 from gramtower.engine.objective.blocks import LeftRows, PairBlocks
 from gramtower.engine.objective.constants import (
     Constants,
+    ImputedLike,
+    Numbers,
     PairConstants,
+    WeightsLike,
     as_imputed,
     check_labels,
     checked_weights,
@@ -100,19 +103,19 @@ class Problem:
 
     def __init__(
         self,
-        pairs: Any,
-        left: Any = None,
-        right: Any = None,
+        pairs: Interactions | SparseMatrix,
+        left: MatrixLike | None = None,
+        right: MatrixLike | None = None,
         loss: str | Loss = "logistic",
         omega: float = 2.0**-8,
         l2: float = 1.0,
-        imputed: Any = -1.0,
-        left_weights: Any = None,
-        right_weights: Any = None,
+        imputed: ImputedLike = -1.0,
+        left_weights: WeightsLike = None,
+        right_weights: WeightsLike = None,
         embedding_l2: float = 0.0,
         frequency_power: float = 1.0,
         *,
-        pair_weights: Any = None,
+        pair_weights: WeightsLike = None,
         memory_budget: int | str | None = None,
         kernels: str = "auto",
         precision: str = "float32",
@@ -122,28 +125,29 @@ class Problem:
         if isinstance(pairs, Interactions):
             pair_weights = pairs.weights if pair_weights is None else pair_weights
             pairs = pairs.matrix
-        self.pairs, self._labels = from_sparse("pairs", pairs, least_rows=int(shards is None))
+        self.labels: NDArray[np.generic]  # R_ij of the observed pairs, in row order
+        self.pairs, self.labels = from_sparse("pairs", pairs, least_rows=int(shards is None))
         self.shards = unsharded(self.pairs.shape) if shards is None else shards
         m, n = self.shards.left.count, self.shards.right.count
         if self.pairs.shape != (m, self.shards.right.total):
             check.fail("pairs", f"shape {self.pairs.shape}", f"shape {(m, self.shards.right.total)}, as shards says")
         self.loss = as_loss(loss)
-        self.label_range = extremes(self._labels) if len(self._labels) else (0.0, 0.0)
-        check_labels(self.loss, self._labels, self.label_range, self.pairs)
+        self.label_range = extremes(self.labels) if len(self.labels) else (0.0, 0.0)
+        check_labels(self.loss, self.labels, self.label_range, self.pairs)
         self.left, self.right = as_features("left", left, m), as_features("right", right, n)
         self.omega = check.number("omega", omega, minimum=0.0)
         self.l2 = check.number("l2", l2, minimum=0.0)
         self.imputed = as_imputed(imputed, (m, n))
         self.observed, self.first_entry, self._column_counts = self._place_rows()
         group = self.shards.group
-        self._weights = (
+        self.weight_arrays = (  # a and b, None for ones
             entity_weights("left_weights", left_weights, self.pairs.row_counts.numpy(), group),
             entity_weights("right_weights", right_weights, self.column_counts.numpy(), group),
         )
         self.pair_weights = checked_weights(pair_weights, len(self.pairs))
         self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
         self.frequency_power = check.number("frequency_power", frequency_power)
-        self._penalty = self._penalties()
+        self.penalty_arrays = self._penalties()
         self.memory_budget = None if memory_budget is None else check.memory_size("memory_budget", memory_budget)
         self.planned_budgets: dict[torch.device, int] = {}  # by device, what evaluations there were planned with
         self.kernels = check.choice("kernels", kernels, BACKENDS)
@@ -164,7 +168,7 @@ class Problem:
         found = copy.copy(self)
         found.l2 = check.number("l2", l2, minimum=0.0)
         found.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
-        found._penalty = found._penalties()
+        found.penalty_arrays = found._penalties()
         found.planned_budgets, found.work = dict(self.planned_budgets), Work()
         found._plans, found._constants, found._graph_pool = WeakKeyDictionary(), {}, None
         found._shared = self if self._shared is None else self._shared  # the blocks of pairs refer to it
@@ -279,7 +283,7 @@ class Problem:
         sizes = towers.sizes(self.left, self.right, select(towers.device, self.kernels))
         (low, high), item = self.label_range, torch.finfo(towers.dtype).bits // 8
         kept = (
-            any(weight is not None for weight in self._weights),
+            any(weight is not None for weight in self.weight_arrays),
             self.pair_weights is not None,
             self.imputed.factors is not None,
             bool(low != high),  # equal labels are stored once
@@ -298,30 +302,15 @@ class Problem:
             graphed = 4 * towers.size + 5 * len(self.pairs) + layers
         orders, block_orders = self._orders(most_pairs, on_cpu)
         return Footprint(
-            parameters=towers.size,
-            rows=rows,
-            columns=sizes.columns,
-            row_bytes=sizes.row_bytes,
-            pairs=len(self.pairs),
-            most_pairs=most_pairs,
-            per_pair=sum(kept),
-            item=item,
-            extra=sizes.factor_bytes + 2 * item * towers.size * sizes.autodiff,
-            on_cpu=on_cpu,
-            sorting=sorting_bytes(len(self.pairs)),
-            all_right=0 if shards.single else shards.right.total,
-            least_block=sizes.least_block,
-            graph_numbers=graphed,
-            kept_bytes=sizes.kept_bytes,
+            parameters=towers.size, rows=rows, columns=sizes.columns, row_bytes=sizes.row_bytes, pairs=len(self.pairs),
+            most_pairs=most_pairs, per_pair=sum(kept), item=item, on_cpu=on_cpu, weighted=kept[0],
+            extra=sizes.factor_bytes + 2 * item * towers.size * sizes.autodiff, centred=self.imputed.fitted,
+            sorting=sorting_bytes(len(self.pairs)), all_right=0 if shards.single else shards.right.total,
+            least_block=sizes.least_block, graph_numbers=graphed, kept_bytes=sizes.kept_bytes,
             viewed=(sizes.viewed[0] and not towers.share_parameters, sizes.viewed[1]),
-            weighted=kept[0],
-            centred=self.imputed.fitted,
-            bfloat16=self.pair_precision == "bfloat16" and not on_cpu,
-            orders=orders,
-            block_orders=block_orders,
-            can_pin=towers.device.type == "cuda",
-            features=sizes.feature_bytes,
-        )
+            bfloat16=self.pair_precision == "bfloat16" and not on_cpu, orders=orders, block_orders=block_orders,
+            can_pin=towers.device.type == "cuda", features=sizes.feature_bytes,
+        )  # fmt: skip
 
     @cached_property
     def _order_sizes(self) -> tuple[layout.OrderSizes, layout.OrderSizes]:
@@ -363,24 +352,9 @@ class Problem:
         return self._graph_pool[1]
 
     @property
-    def labels(self) -> NDArray[Any]:
-        """R_ij of the observed pairs, in row order."""
-        return self._labels
-
-    @property
-    def weight_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """a and b as arrays, None for ones."""
-        return self._weights
-
-    @property
-    def imputed_arrays(self) -> tuple[Any, ...]:
+    def imputed_arrays(self) -> tuple[Tensor | Numbers, ...]:
         """The imputed labels as arrays: the constant, infinity for fitted ones, or P̃ and Q̃."""
         return self.imputed.factors or (np.array(np.inf if self.imputed.fitted else self.imputed.constant),)
-
-    @property
-    def penalty_arrays(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
-        """μ c of the left and of the right entities, None without a penalty."""
-        return self._penalty
 
     @property
     def column_counts(self) -> Tensor:
@@ -399,11 +373,11 @@ class Problem:
         counts = group.reduce_scatter_rows(self.pairs.column_counts, self.shards.right.counts).wait()
         return sum(before), sum(before[: group.rank]), counts
 
-    def _penalties(self) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+    def _penalties(self) -> tuple[Numbers | None, Numbers | None]:
         """μ c of both sides' entities, None without a penalty."""
         if self.embedding_l2 == 0.0:
             return None, None
-        sides = zip((self.left, self.right), self._weights, strict=True)
+        sides = zip((self.left, self.right), self.weight_arrays, strict=True)
         local = (float(side.rows if w is None else w.sum()) for side, w in sides)
         sums = self.shards.group.totals(*local)
         counts = (self.pairs.row_counts.numpy(), self.column_counts.numpy())

@@ -74,7 +74,7 @@ class SparseRows:
         """Device of the values."""
         return self.block.values.device
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> torch.Size | int:
         """As torch.Tensor.size."""
         return self.shape if dim is None else self.shape[dim]
 
@@ -82,7 +82,7 @@ class SparseRows:
         """Two."""
         return 2
 
-    def __getitem__(self, index: Any) -> SparseRows:
+    def __getitem__(self, index: tuple[slice, slice]) -> SparseRows:
         """Some columns of all rows, ``x[:, start:stop]``."""
         match index:
             case (rows, slice() as columns) if rows == slice(None) and columns.step in (None, 1):
@@ -380,7 +380,7 @@ class Opaque(Join):
         return result
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
@@ -399,12 +399,12 @@ def _table_squares(layer: Any, x: Any, r: Tensor) -> Tensor:
     return part.index_add_(0, x.reshape(-1), r.double().repeat_interleave(x.numel() // len(r)))
 
 
-def _in_bags(layer: Any, x: Any) -> bool:
+def _in_bags(layer: nn.Module, x: object) -> bool:
     """Whether the ids of all bags are in one list, so that their entities are unknown."""
     return isinstance(layer, nn.EmbeddingBag) and isinstance(x, Tensor) and x.dim() == 1
 
 
-def _input_squares(layer: Any, x: Tensor, r: Tensor) -> Tensor:
+def _input_squares(layer: nn.Module, x: Tensor, r: Tensor) -> Tensor:
     """Σ r x xᵀ, with the bias as an input of 1."""
     flat = x.detach().reshape(-1, x.shape[-1])
     spread = r.repeat_interleave(len(flat) // len(r)) if len(r) else r
@@ -418,8 +418,8 @@ def _own(result: Tensor, given: list[Tensor]) -> Tensor:
     return result.clone(memory_format=torch.contiguous_format) if shared or 0 in result.stride() else result
 
 
-def _recorder(name: str, calls: list[tuple[str, Any, Tensor]]) -> Callable[[nn.Module, Any, Any, Tensor], None]:
-    def record(_: nn.Module, inputs: Any, named: dict[str, Any], output: Tensor) -> None:
+def _recorder(name: str, calls: list[tuple[str, Any, Tensor]]) -> Callable[..., None]:
+    def record(_: nn.Module, inputs: tuple[object, ...], named: dict[str, object], output: Tensor) -> None:
         calls.append((name, inputs[0] if inputs else named.get("input", named.get("x")), output))
 
     return record

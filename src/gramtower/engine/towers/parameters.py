@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,7 +184,7 @@ class Parameters:
         return Parameters(self.layout, -self.vector)
 
 
-def as_parameters(name: str, value: Any, like: Parameters) -> Parameters:
+def as_parameters(name: str, value: object, like: Parameters) -> Parameters:
     """Parameters from Parameters or from a flat vector (torch or numpy) of the right length."""
     if isinstance(value, Parameters):
         if value.layout.shapes != like.layout.shapes:

@@ -253,15 +253,15 @@ def _run(module: nn.Module, block: Block, values: Values) -> _Calls:
     return calls
 
 
-def _enter(inside: list[str], name: str, module: nn.Module, inputs: Any) -> None:
+def _enter(inside: list[str], name: str, module: nn.Module, inputs: object) -> None:
     inside.append(name)
 
 
-def _leave(inside: list[str], module: nn.Module, inputs: Any, result: Any) -> None:
+def _leave(inside: list[str], module: nn.Module, inputs: object, result: object) -> None:
     inside.pop()
 
 
-def _flat(x: Any) -> Iterator[Any]:
+def _flat(x: object) -> Iterator[object]:
     if isinstance(x, (list, tuple)):
         for part in x:
             yield from _flat(part)
@@ -271,7 +271,7 @@ def _flat(x: Any) -> Iterator[Any]:
         yield x
 
 
-def differ(some: Any, all_rows: Any) -> bool:
+def differ(some: object, all_rows: object) -> bool:
     """Whether two results differ by more than rounding in the rows that both have; only floating-point tensors can."""
     if not isinstance(some, Tensor) or not isinstance(all_rows, Tensor) or not some.is_floating_point():
         return False

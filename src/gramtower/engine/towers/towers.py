@@ -136,11 +136,11 @@ class Towers:
         self._scratch = {"left": shared, "right": shared}  # the towers take turns
         self._bound = False  # whether the modules' tensors are views of a point's parameters
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """The state without the steps, which a copy or another process rebuilds."""
         return {name: value for name, value in vars(self).items() if name != "_probes"} | {"_traced": {}, "_tried": {}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         vars(self).update(state, _probes=WeakKeyDictionary())
 
     def to(self, target: torch.device | torch.dtype | str) -> Towers:
@@ -229,7 +229,7 @@ class Towers:
         """Whether the towers share a parameter."""
         return not set(self._names["left"].values()).isdisjoint(self._names["right"].values())
 
-    def signature(self) -> tuple[Any, ...]:
+    def signature(self) -> tuple[object, ...]:
         """A key of everything else that an evaluation depends on; unchanged while no module is replaced."""
         modules = [part for side in (self.left, self.right) for part in side.modules()]
         tensors = (p for part in modules for p in part._parameters.values())

@@ -17,7 +17,7 @@ Cost: a few milliseconds, once for a pair of towers.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from gramtower.engine.towers.opaque import Opaque, call_with
 from gramtower.engine.towers.steps import Op
 
 Found = tuple[Op, list[fx.Node]]  # a step and its inputs
+Read = fx.Node | None
 
 _ACTIVATIONS: dict[Any, type[nn.Module]] = {function: kind.module for kind in TABLE for function in kind.functions}
 _POINTWISE: dict[Any, Callable[[Tensor], Tensor]] = {
@@ -128,7 +129,7 @@ class Functions:
         return name, None if named[1] is None else named[1][0], inputs_first, shape[width]
 
     def _layer_norm(
-        self, x: fx.Node, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+        self, x: fx.Node, shape: Sequence[int], weight: Read = None, bias: Read = None, eps: float = 1e-5
     ) -> Found | None:
         names = [None if p is None else self.parameters.get(p) for p in (weight, bias)]
         missing = any(p is not None and name is None for p, name in zip((weight, bias), names, strict=True))
@@ -395,7 +396,7 @@ class _Builder:
         self.active.append(bool(op.parameters) or any(self.active[i] for i in inputs))
         self.slots[node] = len(self.nodes)
 
-    def _recognised(self, node: fx.Node) -> tuple[Op, list[fx.Node]] | fx.Node | None:
+    def _recognised(self, node: fx.Node) -> Found | fx.Node | None:
         """The step of a call with its inputs, if these are results of steps; see ``Functions.step``."""
         found: Any = None
         if self.inputs.kind == "sparse" and node.op == "call_function" and _is_columns(node):
@@ -435,7 +436,7 @@ class _Builder:
             raise Untraceable("a layer for another number of features")
         return InputAffine(*layer)
 
-    def _sparse_columns(self, node: fx.Node) -> tuple[Op, list[fx.Node]] | None:
+    def _sparse_columns(self, node: fx.Node) -> Found | None:
         x: Any = node.args[0]
         columns: Any = node.args[1][1]  # type: ignore[index]
         if x not in self.features:
@@ -526,7 +527,7 @@ def _is_columns(node: fx.Node) -> bool:
     return sliced and isinstance(node.args[0], fx.Node) and _is_columns(node.args[0])
 
 
-def _is_rows(value: Any) -> bool:
+def _is_rows(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() == 2 and len(value) == _ROWS and value.is_floating_point()
 
 
