@@ -1,16 +1,14 @@
 """Metrics of all users, collected block by block, and the standard error of a difference of two models' metrics.
 
-One value is kept for each user and metric, until their means are computed. A breakdown adds three groups: the users of
-each tercile, or all users with only the relevant items of each tercile. Cost: O(users · K · log pairs).
+A breakdown adds three groups: the users of each tercile, or all users with only the relevant items of each tercile.
 
 For the standard error, entities are divided into at most 20 random parts. With θ₍₋g₎ a model's metric without part g,
 and d_g = θ₍₋g₎ of one model − θ₍₋g₎ of another, the delete-a-group jackknife gives
 
     s² = (G − 1)/G · Σ_g (d_g − mean d)².
 
-It is paired, so that the difficulty of an entity for both models cancels, and needs only G numbers for each model. For
-a mean over entities, with parts of one entity each, it is the usual standard error of the mean difference; for other
-metrics it tends to be too large (Efron and Stein, 1981). Cost: O(entities).
+It is paired, so that the difficulty of an entity for both models cancels. For a mean over entities, with parts of one
+entity each, it is the usual standard error; for other metrics it tends to be too large (Efron and Stein, 1981).
 """
 
 from __future__ import annotations

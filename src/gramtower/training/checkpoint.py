@@ -1,22 +1,15 @@
 """Checkpoints of a run: the files, the fingerprint that says which run they belong to, and the lock on them.
 
 A checkpoint is JSON and tensors with checksums (_util/tensors.py), written under another name and renamed: a run that
-is killed at any moment leaves either the old checkpoint or the new one. Nothing is unpickled. Parameters are stored
-tensor by tensor, and rows of tables by the process that holds them (distributed/shard_files.py), so that a run can
-continue with another number of processes; the types of the values in a method's state say how they are divided
-(optim/descent.py).
+is killed at any moment leaves either the old checkpoint or the new one. Rows of tables are stored by the process that
+holds them (distributed/shard_files.py), so that a run can continue with another number of processes.
 
-The records are lines of JSON in a file next to the checkpoint, which is appended to and never rewritten, so that a
-checkpoint late in a run costs as much as an early one. The checkpoint stores how many bytes of that file belong to it,
-and their checksum; anything after them, left by a killed run, is ignored and overwritten.
+The records are lines of JSON in a file next to the checkpoint, which is appended to and never rewritten. The checkpoint
+stores how many bytes of that file belong to it, and their checksum; anything after them is ignored and overwritten.
 
-The fingerprint covers everything that shapes the objective, the steps and the choice of the best point: digests of
-pairs, features and weights, the towers' modules with their settings, the method with its options, and the metric with
-its data. Limits (iterations, seconds, tolerance) are not part of it, because a run may continue with larger ones. A
-damaged file, or one of another run, is refused.
-
-The operating system releases a lock when its process ends, for whatever reason. There are no locks on systems without
-POSIX locks.
+The fingerprint covers everything that shapes the objective, the steps and the choice of the best point. Limits
+(iterations, seconds, tolerance) are not part of it, because a run may continue with larger ones. A damaged file, or one
+of another run, is refused. There are no locks on systems without POSIX locks.
 """
 
 from __future__ import annotations
@@ -298,7 +291,7 @@ class _Header:
     """The header of a checkpoint; ``sides`` has the side of each tensor with rows of entities."""
 
     fingerprint: dict[str, str]
-    values: dict[str, object]
+    values: dict[str, Any]
     seconds: float
     work: dict[str, float]
     memory_budget: int

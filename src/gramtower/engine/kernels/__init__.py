@@ -1,26 +1,9 @@
 """The operations over pairs, rows and long vectors, and the one place where their implementation is chosen.
 
-Every implementation ("backend") is a module with all of these, same names, same signatures, same meaning:
-
-    dots(pairs, A, B)                       x_e = a_i · b_j                    for each pair e = (i, j)
-    left_sum(pairs, x, B, out)              out += X B                         X the m × n matrix holding x
-    right_sum(pairs, x, A, out)             out += Xᵀ A
-    curvature_left(pairs, c, P, W, Q, H, out)   z_e = c_e (w_i·q_j + p_i·h_j);  out += Z Q;  returns z
-    solve_left(pairs, x, c, B, rows)        A_i s_i ≈ −g_i of each left row    (row_systems.py)
-    solve_right(pairs, x, c, A, rows)       likewise of each right row
-    losses(pairs, P, Q, terms)              Σ_O ℓ⁺, ∂ℓ⁺/∂ŷ, ∂²ℓ⁺/∂ŷ²
-    loss_left(pairs, P, Q, terms, out, …)   X = ∂ℓ⁺/∂ŷ, or ∂²ℓ⁺ (w·q + p·h); out += X Q; returns x and its passes
-    inner(a, b)                             Σ a_e b_e of two long vectors, accumulated in float64
-    column_sums(x, weight, dtype)           Σ_i weight_i x_i over the rows of a matrix
-    column_lines(x)                         fewer rows with the same column sums
-    activate(x, bias, φ)                    φ(x + bias)
-    slope_product(g, bias, y, φ, out, …)    (g + bias) ∘ φ′                    φ′ from the activation's output y
-    export_order(pairs), import_order(…)    the traversal order of pairs that are kept in host memory
-
-``reference`` (plain torch) is their definition and works on every device; ``numba`` is for the CPU, ``triton`` for
-NVIDIA GPUs. The agreement of all of them is tests/test_kernels.py and tests/test_gpu_kernels.py. Each costs O(|O| k),
-or O(size) of its matrix, and makes nothing larger than its result, a fixed-size buffer and a few lines for rows that
-several programs share.
+Every implementation ("backend") is a module with the functions of :class:`Kernels`. ``reference`` (plain torch) defines
+them and works on every device; ``numba`` is for the CPU, ``triton`` for NVIDIA GPUs. X is the m × n matrix with the
+numbers x_e of the pairs e = (i, j). Each operation costs O(|O| k), or O(size) of its matrix, and allocates nothing
+larger than its result, a fixed-size buffer and a few lines for rows that several programs share.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """The pair operations on a GPU, in Triton: fused, without atomics, the same bits in every run.
 
-Programs are in programs.py, the order they work in is layout.py. A gathered matrix may be bfloat16 where the others
-are float32: sums stay in float32. Any k works; the fused passes take rows of up to 2048 numbers at once, longer ones go
-through plain passes.
-
-Compared with engine/kernels/reference.py in tests/test_gpu_kernels.py, without a GPU under Triton's interpreter; timed
-by benchmarks/bench_gpu.py.
+Programs are in programs.py, the order they work in is layout.py. A gathered matrix may be bfloat16 while the others
+are float32: sums stay in float32. The fused passes take rows of up to 2048 numbers; longer ones use plain passes.
 """
 
 from __future__ import annotations

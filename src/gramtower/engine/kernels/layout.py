@@ -1,23 +1,18 @@
 """The order in which a GPU visits the pairs, and how its programs share a row without atomics.
 
-A program works on one piece: at most 512 entries of one row (left order) or of one column (right order), fewer where
-there would be too few pieces to keep a GPU busy, more where there are plenty. A row of one piece is written by its
-program; a row of several gets one line of a partial result for each, and a last kernel adds the lines in order: the
-same bits in every run.
+A program works on one piece: at most 512 entries of one row (left order) or of one column (right order), fewer if there
+would be too few pieces to keep a GPU busy. A row of one piece is written by its program; a row of several gets a line
+of a partial result for each, and a last kernel adds the lines in order, so that every run has the same bits.
 
-In the right order the entries are grouped by blocks of about ``ROW_BLOCK`` rows before they are grouped by column:
-programs that run at the same time then gather from a part of the left embeddings that stays in the second-level cache.
-The order depends only on the number of entries in each column (:func:`column_order`), so that
-engine/objective/planning.py knows the number of lines before any pair is visited:
+In the right order the entries are grouped by blocks of about ``ROW_BLOCK`` rows and then by column, so that programs
+that run at the same time gather from a part of the left embeddings that fits the second-level cache. The order depends
+only on the number of entries in each column (:func:`column_order`), so that the memory plan knows the number of lines:
 
     one launch           all pieces at once, with a line for each piece of a column that falls into several blocks
-    one launch a block   where those lines would be more than ``LINES``: a column's piece is then the only one of its
-                         launch and is added to the result itself; only columns of several pieces in a block need lines
-    no blocks            where a column has hardly more than an entry or two in a block: adding to the result so often
-                         would cost more than gathering from outside of the cache
+    one launch a block   if those lines would be more than ``LINES``: only columns of several pieces in a block have any
+    no blocks            if a column has hardly more than an entry or two in a block, so that additions cost too much
 
-The orders are sorted on the device of the pairs, ``SORTED`` entries at a time. O(|O|) once for a pattern. Checked
-through engine/kernels/gpu.py by tests/test_gpu_kernels.py; timed by benchmarks/bench_scale.py.
+The orders are sorted on the device of the pairs, ``SORTED`` entries at a time, in O(|O|) once for a pattern.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@
     ∂ℓ⁺  = w ℓ′ − ω a_i b_j (ŷ − ỹ)             the entries of X (eq:Xij)
     ∂²ℓ⁺ = w ℓ″ − ω a_i b_j
 
-:class:`Scored` computes ℓ⁺ from scores in torch, for any loss, in O(|O|); programs.py repeats the three losses above
-for GPUs. Checked against finite differences and autograd in tests/test_losses.py.
+:class:`Scored` computes ℓ⁺ from scores in torch, for any loss; programs.py repeats the three losses for GPUs.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """The constants of the objective: weights, penalties and imputed labels, checked and as tensors on a device.
 
-    Side             a_i, μ c_i and p̃_i of the left entities; b_j, μ c_j and q̃_j of the right ones
-    Constants        both sides, ω, λ and everything else that does not depend on single pairs
-    PairConstants    the pattern of some left rows' pairs with R_ij, a_i b_j, ỹ_ij and weights of the losses
-
 Weights (eq:loss) are arrays, or text: "degree^s" means a_i = max(|O_i|, 1)^s divided by its mean, so that Σ_ij a_i b_j
-is mn and ω keeps its meaning for every power. An entity without pairs counts as one with a single pair: its weight
-stays finite for s < 0 and positive for s > 0. The penalty on p_i is ½ μ c_i ‖p_i‖² with c_i = (|O_i| + ω Σ_j b_j)^ν.
+is mn and ω keeps its meaning for every power. The penalty on p_i is ½ μ c_i ‖p_i‖² with c_i = (|O_i| + ω Σ_j b_j)^ν.
 
 Imputed labels ỹ_ij = p̃_iᵀq̃_j (eq:tYij) are of low rank, constant or fitted. A constant has rank one: p̃_i = ỹ and
 q̃_j = 1 are numbers here, never matrices. The paper takes r = k; any r works, because P̃ and Q̃ enter only through r × k
@@ -19,7 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -35,8 +30,29 @@ from gramtower.engine.kernels import select
 from gramtower.engine.kernels.losses import Loss, LossTerms
 from gramtower.engine.objective.gramians import column_sums, gram
 
-if TYPE_CHECKING:
-    from gramtower.engine.objective.problem import Problem
+Numbers: TypeAlias = NDArray[np.float64]
+WeightsLike: TypeAlias = str | Sequence[float] | NDArray[np.generic] | Tensor | None  # accepted as weights of entities
+ImputedLike: TypeAlias = float | str | Sequence[NDArray[np.generic] | Tensor]  # accepted as imputed labels
+
+
+class ProblemData(Protocol):
+    """The attributes of a :class:`~gramtower.Problem` that the constants are made of."""
+
+    pairs: Pairs
+    shards: Shards
+    loss: Loss
+    imputed: Imputed
+    labels: NDArray[np.generic]
+    label_range: tuple[Any, Any]
+    pair_weights: Numbers | None
+    weight_arrays: tuple[Numbers | None, Numbers | None]
+    penalty_arrays: tuple[Numbers | None, Numbers | None]
+    omega: float
+    l2: float
+    embedding_l2: float
+    precision: str
+    pair_precision: str
+    kernels: str
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,7 @@ class PairConstants:
         return PairConstants(pairs, self.terms.at(entries))
 
 
-def make_constants(problem: Problem, dtype: torch.dtype, device: torch.device) -> Constants:
+def make_constants(problem: ProblemData, dtype: torch.dtype, device: torch.device) -> Constants:
     """The entities' part of a problem; refuses constants that the dtype cannot hold."""
     _check_range(problem, dtype)
     weights, penalties = problem.weight_arrays, problem.penalty_arrays
@@ -153,7 +169,9 @@ def make_constants(problem: Problem, dtype: torch.dtype, device: torch.device) -
     )  # fmt: skip
 
 
-def make_pair_constants(problem: Problem, constants: Constants, rows: tuple[int, int] | None = None) -> PairConstants:
+def make_pair_constants(
+    problem: ProblemData, constants: Constants, rows: tuple[int, int] | None = None
+) -> PairConstants:
     """The pairs of a range of left rows held here, None for all of them."""
     dtype, device = constants.scalars.dtype, constants.scalars.device
     pairs, where, left = problem.pairs, slice(None), constants.left
@@ -178,7 +196,7 @@ def make_pair_constants(problem: Problem, constants: Constants, rows: tuple[int,
     return PairConstants(pairs, LossTerms(problem.loss, labels, problem.omega, imputed, *weights, constants.scalars))
 
 
-def _check_range(problem: Problem, dtype: torch.dtype) -> None:
+def _check_range(problem: ProblemData, dtype: torch.dtype) -> None:
     """Refuse constants that the towers' dtype cannot hold, by name."""
     (a, b), (left, right) = problem.weight_arrays, problem.penalty_arrays
     for name, value in (
@@ -216,9 +234,6 @@ def _labels(
     return torch.from_numpy(array).to(device, dtype)  # nobody writes to either
 
 
-Numbers: TypeAlias = NDArray[np.float64]
-WeightsLike: TypeAlias = str | Sequence[float] | NDArray[np.generic] | Tensor | None  # accepted as weights of entities
-ImputedLike: TypeAlias = float | str | Sequence[NDArray[np.generic] | Tensor]  # accepted as imputed labels
 EXPECTED = 'an array of weights, or text such as "degree^0.5", "degree^-0.5", or "degree^0" for none'
 
 

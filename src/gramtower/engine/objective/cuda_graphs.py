@@ -1,17 +1,13 @@
-"""Small problems on a GPU run from CUDA graphs: one launch instead of a hundred.
+"""CUDA graphs for small problems on a GPU: one launch instead of a hundred.
 
-A slot is one evaluation over fixed memory: θ is copied in and the value is replayed; gradients and Gauss-Newton
-products are replayed when they are asked for, the right side's kernels on a side stream; so is the preconditioner,
-whose factors are copied in. The work is the same as kernel by kernel. A slot belongs to a point until
-nobody holds that point or its G; a line search needs two. Large problems, and towers that are not analytic steps over
-ids, gain nothing and are evaluated kernel by kernel.
+A slot is one evaluation over fixed memory: θ is copied in and the value is replayed; gradients, Gauss-Newton products
+and the preconditioner, whose factors are copied in, are replayed when they are needed, with the right side's kernels on
+a side stream. A slot belongs to a point until nothing refers to that point or its G; a line search needs two. Large
+problems, and towers that are not analytic steps over ids, gain nothing and are evaluated kernel by kernel.
 
-Graphs die with the problem that they were recorded for. torch keeps the memory of dead graphs apart from all other
-memory, and cannot free it for an allocation while another graph is recorded, which is when memory grows: one fit after
-the other would take more until none is left. :func:`return_memory` gives it back to the GPU, at the end of a fit and
-before another problem records its first graph.
-
-Checked on a GPU by tests/test_cuda_graphs.py; timed by benchmarks/bench_gpu.py.
+torch keeps the memory of the graphs of past problems apart from all other memory, and cannot free it for an allocation
+while another graph is recorded, so that one fit after the other would take more. :func:`return_memory` returns it to
+the GPU at the end of a fit and before another problem records its first graph.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
     Z_ij = ∂²ℓ⁺ (w_i·q_j + p_i·h_j) on O
     G d = ⟨Jᵘ, ZQ + ωA(W Q_c + P H_c)⟩, ⟨Jᵛ, ZᵀP + ωB(H P_c + Q W_c)⟩ + (λ + damping) d
 
-H and H_c come first; then for each block of left rows W, U and Z, pulled back immediately; then W_c and V. Cost:
-one jvp and one vjp of each tower, two passes over O, O((m+n)k²); no forward where left rows are resident. Compared with
-the explicit matrix of tests/dense.py in tests/test_engine.py; the counts are asserted in tests/test_cost.py.
+H and H_c come first; then for each block of left rows W, U and Z, pulled back immediately; then W_c and V. Cost: one
+jvp and one vjp of each tower, two passes over O and O((m+n)k²); no forward pass if left rows are resident.
 """
 
 from __future__ import annotations

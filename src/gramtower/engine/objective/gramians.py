@@ -1,11 +1,9 @@
 """Weighted Gramians AᵀDB of tall matrices (eq:gramian) with float64 accumulation over row blocks.
 
-Each block's k × k product is made in the matrices' own precision, the blocks are added in float64: L⁻ is a
-difference of large Frobenius products, so rounding that grows with the number of rows would end a line search
-early. A BLAS may add the rows of a product one after the other, as several do where there are few columns, so on
-a CPU a block has at most 1,024 rows: whatever the CPU and the number of rows, ‖error‖ < 10⁻⁶ ‖AᵀDB‖ in float32
-where the terms have one sign. O(rows k²) time, O(k²) memory beyond 8,192 rows; on a GPU weighted rows take up to 256 MB
-in float32.
+L⁻ is a difference of large Frobenius products, so rounding errors that grow with the number of rows would end a line
+search early. Each block's k × k product is computed in the matrices' own precision, and the blocks are added in
+float64. On a CPU a block has at most 1,024 rows, because a BLAS may add the rows of a product one after the other: then
+‖error‖ < 10⁻⁶ ‖AᵀDB‖ in float32 if the terms have one sign. On a GPU weighted rows take up to 256 MB in float32.
 """
 
 from __future__ import annotations

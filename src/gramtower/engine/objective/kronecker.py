@@ -8,17 +8,12 @@ and likewise on the right; its all-pairs part is exact. engine/towers/factors.py
 Damping is shared between the factors (Martens and Grosse, 2015, Section 6.3): with λ′ = λ + damping and π² = mean diag
 A / mean diag S, the inverse applied is (A + π√λ′ I)⁻¹ ⊗ (S + √λ′/π I)⁻¹.
 
-Whatever the scale of the data there is a preconditioner: a matrix that Cholesky cannot factorise is inverted by its
-clamped eigenvalues, or by its diagonal if these are not found (factors.clamped_spectrum); a layer whose factors are not
-finite gets 1/λ′. A GPU is waited for once, to hear of such matrices.
-
-For one side alone M is zero on the other side's parameters, and what only they need is left out.
+A matrix that Cholesky cannot factorise is inverted by its clamped eigenvalues, or by its diagonal if these are not
+found (factors.clamped_spectrum); a layer whose factors are not finite gets 1/λ′. The preconditioner of one side is zero
+on the other side's parameters.
 
 Cost of building: O((m+n) width²) and a few factorisations of layer width; of applying: one product of each parameter
 matrix with factors of its width. Not in the paper.
-
-:class:`Inverses` inverts many small matrices by Cholesky in float64, all of a size at once; on a GPU, which has no fast
-batches of larger ones, one by one, and waits for the GPU once. Cost: O(size³) for each matrix.
 """
 
 from __future__ import annotations

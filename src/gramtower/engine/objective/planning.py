@@ -1,31 +1,23 @@
 """Memory of training, counted before anything is allocated, and the plan that keeps it within a budget.
 
-:class:`Footprint` counts what newton-kron needs at its peak, the largest of these moments:
+:class:`Footprint` counts the memory of newton-kron at its peak, the largest of these moments:
 
     solving        θ and the four vectors of conjugate gradient, slopes, curvatures and products of the pairs, outputs
                    and directions of both sides, partial lines of the passes over pairs (kernels/layout.py)
-    line search    θ, the step and the next θ, and two evaluations: of the point left and of the point tried
-    factors        θ, the gradient, and some numbers for each entity that the preconditioner is made of
+    line search    θ, the step and the next θ, and two evaluations: at the current point and at the trial point
+    factors        θ, the gradient, and some numbers for each entity, for the preconditioner
     sorting        θ, the gradient, and a part of the pairs while it is sorted by columns
 
-each with the pairs, the orders in which they are visited, activations, and features in the form that towers read.
-Embeddings that are rows of a table (linear towers over ids) are views of θ and take no memory. Secant steps hold two
-vectors of θ's size for each pair they remember, as many pairs as the budget allows (``Plan.spare_bytes``), and in the
-line search the gradient and the last one. On a CPU, where the towers hold θ already, the count of θ stands for the best
-one of early stopping; features and the columns of the pairs are not counted, and a point holds scores, from which
-slopes and curvatures are computed on demand. Over several processes each counts its own rows and pairs, and the outputs
-of all right rows.
-
-What is kept follows from the largest moment of training, in this order:
+each with the pairs, their orders, activations, and features in the form that towers read. Outputs that are rows of a
+table are views of θ and take no memory. Secant steps hold two vectors of θ's size for each pair that they remember
+(``Plan.spare_bytes``). On a CPU the towers already hold θ, and the count of θ stands for the best one of early
+stopping; features and the columns of the pairs are not counted. Each process counts its own rows and pairs, and the
+outputs of all right rows. The first of these plans that fits the budget is used; a budget below all is refused:
 
     resident, kept         everything at once, activations kept between forward, jvp and vjp
-    resident, recomputed   activations of a tower that does not fit run again, block by block
+    resident, recomputed   activations of a tower that does not fit are recomputed block by block
     streamed               on a GPU: left rows go block by block through the whole evaluation (blocks.py)
-    streamed, pinned       and their pairs come from pinned host memory, where that makes larger blocks possible: a GPU
-                           waits for many small launches longer than for the pairs
-
-A budget below the smallest of these is refused before work, with the smallest that would do. Small problems on a GPU
-run from CUDA graphs as well.
+    streamed, pinned       and their pairs come from pinned host memory, if that makes larger blocks possible
 """
 
 from __future__ import annotations

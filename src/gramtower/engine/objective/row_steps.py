@@ -2,13 +2,10 @@
 
     A_i = ω a_i Q_c + Σ_j∈O_i ∂²ℓ⁺_ij q_j q_jᵀ + (λ + μ c_i) I
 
-is row i's block of the Gauss-Newton matrix (eq:general_G) where the left embeddings are a table of their own, and
-likewise on the right. In the eigenbasis of Q_c all but the observed pairs is diagonal, so that a row needs no k × k
-matrix: two to four steps of conjugate gradient over its pairs (kernels/row_systems.py) do. Where labels are fitted, the
+is row i's block of the Gauss-Newton matrix (eq:general_G) if the left embeddings are a table of their own, and likewise
+on the right. In the eigenbasis of Q_c everything except the observed pairs is diagonal, so that a row needs no k × k
+matrix, only two to four steps of conjugate gradient over its pairs (kernels/row_systems.py). If labels are fitted, the
 right rows are centred and their steps keep their mean: b_j times the mean gradient is subtracted from each gradient.
-
-Cost: one eigendecomposition of k × k, three products of rows × k × k, one pass over O out of memory, the others out of
-the cache. Memory: one matrix of the size of each table.
 """
 
 from __future__ import annotations

@@ -3,12 +3,8 @@
     block     all pairs of Û × V̂, scaled by mn / (m̂ n̂)                        (Û × V̂ selection)
     subsets   two subsets of O: one for gradients, one for Gramians            (eq:grad_sogram_naive, eq:gramian2)
 
-Both are the same evaluation as the full gradient on smaller constants: fewer rows, other weights. The
-second replaces a_i by ā_i = a_i/|O_i,:| times how often i was drawn (eq:trans); an entity without observed pair is
-never drawn and so not covered by it.
-
-Cost: forward and vjp on the entities drawn, O(|θ|) for the regulariser. Unbiasedness and the exact limits are
-tests/test_subsampling.py.
+Both are the same evaluation as the full gradient on smaller constants: fewer rows, other weights. The second replaces
+a_i by ā_i = a_i/|O_i,:| times how often i was drawn (eq:trans); an entity without observed pairs is never drawn.
 """
 
 from __future__ import annotations

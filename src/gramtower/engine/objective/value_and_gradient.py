@@ -4,15 +4,12 @@
     ℓ⁺ = ℓ − ½ω a_i b_j (ỹ_ij − ŷ_ij)²                                  (eq:lij)
     L⁻ = ½⟨P̃_c, Q̃_c⟩ − ⟨P̂_c, Q̂_c⟩ + ½⟨P_c, Q_c⟩                       (eq:Ln_brief)
 
-Where each left entity's label is fitted, the scores are margins above their mean over the right entities: Q stands for
+If each left entity's label is fitted, the scores are margins above their mean over the right entities: Q stands for
 Q − 1 q̄ᵀ everywhere, with q̄ = Σ_j b_j q_j / Σ_j b_j (Constants.centred and its transpose; O(nk) each).
 
-There is one evaluation: a loop over blocks of left rows (blocks.py) with the formulas of formulas.py, then the right
-side. Whether blocks are resident or streamed makes no difference here.
-
+There is one evaluation: a loop over blocks of left rows (blocks.py), resident or streamed, and then the right side.
 Cost (eq:com_fun_val): one forward of each tower, one pass over O, O((m+n)k²). The gradient after it: one vjp of each
-tower and two passes over O; with streamed blocks, one more forward of the left tower. Compared with the dense twin of
-tests/dense.py in tests/test_engine.py; passes are counted in tests/test_cost.py.
+tower and two passes over O; with streamed blocks, one more forward of the left tower.
 """
 
 from __future__ import annotations

@@ -1,15 +1,8 @@
 """Steps with several inputs, and graphs of steps: residual branches, gates, several tables.
 
-    Sum        y = Σ_k c_k x_k + d      residual branches, differences, multiples
-    Product    y = a ∘ b                gates
-    Concat     y = (x_1, x_2, …)        several tables or fields next to each other
-    Columns    y = x[:, start:stop]     one field of many, halves of a gate
-
-All of them have closed forms, including mean(JᵀSJ) for the preconditioner, from the moments of their inputs.
-
-A :class:`Graph` is a part of a tower whose steps branch and join again. Node i reads the results of earlier nodes, and
-node 0 is the input. Values and derivatives pass through the nodes in order; a result that several nodes read has memory
-of its own, and their cotangents are added.
+All steps have closed forms, including mean(JᵀSJ) for the preconditioner, from the moments of their inputs. In a
+:class:`Graph`, values and derivatives pass through the nodes in order; a result that several nodes read has memory of
+its own, and their cotangents are added.
 
 For the preconditioner, the curvature of all live results, which are those still to be pulled through a node, is one
 matrix in blocks S_ij: with branches x + f(x), the curvature at x includes the curvature that they share. A node j with

@@ -1,12 +1,5 @@
 """Layers with closed-form derivatives, and the steps (steps.py) that compute them.
 
-    InputAffine  y = xᵀW + b                              the first layer, for ids, sparse rows and dense rows
-    Affine       y = Wx + b                               nn.Linear above the first layer
-    Elementwise  y = φ(x)                                 activations
-    Scale        y = p ∘ x                                one learned p per column, or one for all columns
-    Normalise    y = γ ∘ (x − mean x)/√(var x + ε) + β    nn.LayerNorm over the columns
-                 y = γ ∘ x/√(mean x² + ε)                 nn.RMSNorm
-
 The preconditioner has closed forms too: the block of a scale is S ∘ Σ r x xᵀ. Each class lists in ``modules`` the torch
 modules that it replaces, and makes the step of a module in ``of_module``; stack.py collects them.
 """

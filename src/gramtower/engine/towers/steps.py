@@ -6,14 +6,8 @@
 
 A new step is a subclass of :class:`Op` with ``forward``, ``jvp`` and ``vjp``; everything else has a default. layers.py
 has the steps with closed-form derivatives, branches.py those with several inputs, and opaque.py differentiates any
-other module by autodiff; stack.py and trace.py recognise modules.
-
-Besides plain tensors, steps pass two types to each other, each to save a pass over a rows × width matrix:
-
-    Shifted   a tensor plus a bias                the next step adds it while it reads the tensor
-    Summed    a tensor with partial column sums   for the bias of the layer below
-
-tests/test_towers.py compares all steps with autodiff, tests/test_engine.py with a dense implementation.
+other module by autodiff; stack.py and trace.py recognise modules. ``Shifted`` and ``Summed`` each save a pass over a
+rows × width matrix.
 """
 
 from __future__ import annotations

@@ -160,12 +160,14 @@ class Towers:
     @torch.no_grad()
     def load(self, parameters: Parameters | Tensor | Mapping[str, Tensor]) -> None:
         """Write parameters into the modules; they may also be a flat vector, or tensors by name."""
+        written: Mapping[str, Tensor] | Parameters
         if isinstance(parameters, Mapping):
-            self._load_named(parameters)
-            return
-        one = next(iter(self._trainable.values())).new_empty(1)
-        like = Parameters(self._layout, one.expand(self.size))  # dtype, device and size, without the memory
-        written = as_parameters("parameters", parameters, like)
+            self._check_named(parameters)
+            written = parameters
+        else:
+            one = next(iter(self._trainable.values())).new_empty(1)
+            like = Parameters(self._layout, one.expand(self.size))  # dtype, device and size, without the memory
+            written = as_parameters("parameters", parameters, like)
         self.unbind()
         for name, tensor in self._trainable.items():
             tensor.copy_(written[name])
@@ -181,12 +183,6 @@ class Towers:
         self._bound = False
         for name, tensor in tensors.items():
             self._trainable[name].data = tensor
-
-    def _load_named(self, tensors: Mapping[str, Tensor]) -> None:
-        self._check_named(tensors)
-        self.unbind()
-        for name, tensor in self._trainable.items():
-            tensor.copy_(tensors[name])
 
     def _check_named(self, tensors: Mapping[str, Tensor]) -> None:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -439,24 +435,15 @@ def _join(
             tables = steps(module, "ids")[0].id_tables(side, features)
             owned |= {names[side][local] for local in tables if local in names[side]}
     if twice := sorted(owned & used[0] & used[1]):
-        check.fail(
-            "towers", f"one table {twice[0]} for both sides", "a separate table for each side over several processes"
-        )
+        given = f"one table {twice[0]} for both sides"
+        check.fail("towers", given, "a separate table for each side over several processes")
     shared = {name: list(tensor.shape) for name, tensor in trainable.items() if name not in owned}
     reports = shards.group.gather_json({"tables": sorted(owned), "shared": shared})
     for rank, other in enumerate(reports):
         if other != reports[0]:
-            differing = _first_difference(reports[0], other)
-            check.fail(
-                "towers", f"{differing} in process {rank}", "towers that differ between processes only in table rows"
-            )
+            key = next(key for key in ("tables", "shared") if other[key] != reports[0][key])
+            given = f"{key} {other[key]} instead of {reports[0][key]} in process {rank}"
+            check.fail("towers", given, "towers that differ between processes only in table rows")
     for name in shared:
         shards.group.copy_from_first_(trainable[name].data)
     return frozenset(owned)
-
-
-def _first_difference(one: dict[str, object], other: dict[str, object]) -> str:
-    for key in ("tables", "shared"):
-        if one[key] != other[key]:
-            return f"{key} {other[key]} instead of {one[key]}"
-    return "nothing"

@@ -3,15 +3,9 @@
 torch.fx records the calls that ``forward`` makes, and their shapes are computed without data (on torch's "meta"
 device). Layers (stack.py) and functions (``Functions``) that have steps become nodes of a graph; the calls between them
 are grouped into the smallest parts that map rows to rows, each differentiated by autodiff (``Opaque``). The graph is
-cut wherever later calls read a single result, so that a class that is a chain of layers becomes the same steps as an
-nn.Sequential of them. A submodule whose ``forward`` cannot be traced, for example because it branches on values,
-becomes one ``Opaque`` part; so does the whole module if nothing in it can be traced.
-
-Recognised functions are activations as functions and methods (``torch.relu(h)``, ``h.tanh()``), F.linear, F.layer_norm,
-sums, differences, products, multiples, concatenation and columns, if their operands are matrices with the same rows,
-numbers or parameters.
-
-Cost: a few milliseconds, once for a pair of towers.
+cut wherever later calls read a single result, so that a chain of layers becomes the same steps as an nn.Sequential of
+them. A submodule whose ``forward`` cannot be traced, for example because it branches on values, becomes one ``Opaque``
+part; so does the whole module if nothing in it can be traced.
 """
 
 from __future__ import annotations
