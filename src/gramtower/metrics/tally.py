@@ -119,12 +119,7 @@ class Tally:
         self._add_group("", None, None)
 
     def break_down(self, by: str, degrees: NDArray[np.int64]) -> None:
-        """Add three groups of items or of users, by their number of training pairs.
-
-        Args:
-            by: "popularity" or "activity".
-            degrees: numbers of pairs of all items, or of this process's users.
-        """
+        """Add three groups of items ("popularity") or of users ("activity"), by their number of training pairs."""
         if by == "popularity":
             parts = terciles(degrees)
         else:

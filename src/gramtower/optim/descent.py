@@ -339,11 +339,7 @@ class Steepest(FirstOrder):
 
 
 class Diagonal(FirstOrder):
-    """AdaGrad: each coordinate is divided by the root of its sum of squared gradients.
-
-    Args:
-        mu: μ, which keeps the scaling finite.
-    """
+    """AdaGrad: each coordinate is divided by the root of its sum of squared gradients; μ keeps the scaling finite."""
 
     def __init__(self, mu: float) -> None:
         self.mu = mu
@@ -364,12 +360,7 @@ class Diagonal(FirstOrder):
 
 
 class NewtonCG(Direction):
-    """The paper's Gauss-Newton direction by plain conjugate gradient.
-
-    Args:
-        cg_tolerance: ξ.
-        cg_max_steps: largest number of products with G.
-    """
+    """The paper's Gauss-Newton direction by plain conjugate gradient to a relative residual ξ = ``cg_tolerance``."""
 
     def __init__(self, cg_tolerance: float, cg_max_steps: int) -> None:
         self.tolerance, self.max_steps = cg_tolerance, cg_max_steps

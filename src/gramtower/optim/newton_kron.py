@@ -26,13 +26,10 @@ _FAR_BELOW, _FAR_ABOVE = 0.1, 30.0  # times the initial damping
 class KroneckerNewton(Direction):
     """Damped Gauss-Newton by preconditioned conjugate gradient.
 
-    Args:
-        damping: the damping.
-        cg_steps: initial limit of conjugate gradient steps; it is raised while the quadratic model is accurate and the
-            steps do not suffice, and lowered when the model is poor.
-        cg_max_steps: largest limit.
-        cg_tolerance: relative residual, in the preconditioner's norm, at which conjugate gradient stops.
-        cg_progress: conjugate gradient also stops when five steps lower the model by less than this fraction.
+    The limit of conjugate gradient steps starts at ``cg_steps``. It is raised, up to ``cg_max_steps``, while the
+    quadratic model is accurate and the steps do not suffice, and lowered when the model is poor. Conjugate gradient
+    stops at the relative residual ``cg_tolerance``, or when five steps lower the model by less than the fraction
+    ``cg_progress``.
     """
 
     def __init__(
@@ -90,10 +87,7 @@ class KroneckerNewton(Direction):
 class KroneckerDirection(Direction):
     """Secant steps for linear towers; for all others conjugate gradient until its quadratic model fails.
 
-    Args:
-        newton: the direction by conjugate gradient.
-        secant: the direction by secant steps; it keeps as many pairs as fit in memory.
-        network_memory: largest number of secant pairs if the towers are not linear.
+    ``network_memory`` is the largest number of secant pairs if the towers are not linear.
     """
 
     def __init__(self, newton: KroneckerNewton, secant: KroneckerSecant, network_memory: int) -> None:

@@ -3,30 +3,23 @@
 A secant pair is a step s and the change y of the gradient along it. Limited-memory BFGS (Nocedal and Wright, "Numerical
 Optimization", Alg. 7.4) multiplies its inverse H with a vector in four passes over θ for each pair.
 
-Secant steps are for towers that are linear in their parameters. L is then convex in each side while the other is fixed,
-but not in both together. Near a minimum the Hessian differs from the Gauss-Newton matrix by the slopes of all pairs,
-which do not vanish if the model does not fit the data: Gauss-Newton then converges linearly, however accurately its
-systems are solved. A gradient costs no more than a conjugate gradient step and contains the true curvature along the
-last steps:
+Secant steps are for towers that are linear in their parameters. Near a minimum the Hessian differs from the
+Gauss-Newton matrix by the slopes of all pairs, so that Gauss-Newton converges only linearly if the model does not fit
+the data. A gradient costs no more than a conjugate gradient step and contains the true curvature along the last steps:
 
     s = −H ∇L,   H the inverse of limited-memory BFGS with γM instead of a multiple of the identity
 
 M ≈ (G + damping)⁻¹ is the Kronecker preconditioner. It is rebuilt when L has decreased by 2% since it was built, or
-when damping has increased; between rebuilds it changes little, and the secant pairs capture the rest. γ is ½ without
-pairs, because both sides then correct the same residuals, and 1 until a full step is rejected: M of sparse features can
-be much too large. From then on γ is sᵀy / yᵀMy of the last pair. If a step met less than a fifth of the curvature that
-H predicted, y is moved toward H⁻¹s until it has a fifth (Powell, 1978); H⁻¹s = −δ∇L is known from the previous step, so
-that every pair can be used. Damping starts at zero and is increased when the decrease at the full step is less than a
-quarter of the predicted −½ sᵀ∇L.
+when damping has increased. γ is ½ without pairs, because both sides then correct the same residuals, and 1 until a full
+step is rejected; from then on it is sᵀy / yᵀMy of the last pair. If a step met less than a fifth of the curvature that
+H predicted, y is moved toward H⁻¹s = −δ∇L until it has a fifth (Powell, 1978), so that every pair can be used. Damping
+starts at zero and is increased when the decrease at the full step is less than a quarter of the predicted −½ sᵀ∇L.
 
 The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
 does: from small random embeddings both sides together start next to a saddle point, while each side is a convex
-problem. A side that starts at zero moves first; otherwise the other side would also be drawn to zero, which is the
-saddle. Without memory for a pair all iterations are of this kind, which costs less than conjugate gradient over both.
+problem. A side that starts at zero moves first. Without memory for a pair all iterations are of this kind.
 
-Cost of an iteration: a value, a gradient, M built at most once and applied once or twice, and four passes over θ for
-each pair. Memory: two vectors of θ's size for each pair and five more during a step (θ, the gradient, the last
-gradient, the step and the next θ); three in all while one side moves at a time. Not in the paper.
+Memory: two vectors of θ's size for each pair and five more during a step; three in all while one side moves at a time.
 """
 
 from __future__ import annotations
@@ -45,13 +38,7 @@ from gramtower.optim.descent import Damping, Direction, DirectionResult, State, 
 
 
 class Pair:
-    """A step and the change of the gradient along it.
-
-    Args:
-        step: s.
-        change: y.
-        curvature: sᵀy; computed at the first access if None.
-    """
+    """A step s, the change y of the gradient along it, and sᵀy, which is computed at the first access if it is None."""
 
     __slots__ = ("_curvature", "change", "step")
 
@@ -67,13 +54,7 @@ class Pair:
 
 
 def inverse_product(g: Parameters, pairs: Sequence[Pair], initial: Callable[[Parameters], Parameters]) -> Parameters:
-    """H g by the two-loop recursion.
-
-    Args:
-        g: the vector, which is not changed.
-        pairs: secant pairs with sᵀy > 0, oldest first.
-        initial: applies the initial inverse to a vector, which it may overwrite.
-    """
+    """H g by the two-loop recursion over pairs with sᵀy > 0, oldest first; ``initial`` may overwrite its argument."""
     q = g.clone()
     coefficients = []
     for pair in reversed(pairs):
@@ -88,11 +69,7 @@ def inverse_product(g: Parameters, pairs: Sequence[Pair], initial: Callable[[Par
 
 
 class LimitedMemory(Direction):
-    """Limited-memory BFGS.
-
-    Args:
-        memory: number of secant pairs kept.
-    """
+    """Limited-memory BFGS with ``memory`` secant pairs."""
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
@@ -148,14 +125,9 @@ class _Built:
 
 
 class KroneckerSecant(Direction):
-    """Secant steps over the Kronecker preconditioner.
+    """Secant steps over the Kronecker preconditioner, with ``memory`` secant pairs.
 
     It moves one side at a time for ``alternating`` turns, or always if ``memory`` is 0, and then both sides.
-
-    Args:
-        damping: the damping.
-        memory: number of secant pairs kept.
-        alternating: number of first iterations that move one side at a time.
     """
 
     def __init__(self, damping: Damping, memory: int, alternating: int) -> None:

@@ -39,12 +39,7 @@ from gramtower.optim.descent import FirstOrder, IterationResult, Method, State, 
 
 
 class Source(Stateful):
-    """A stream of gradient estimates.
-
-    Args:
-        seed: seed of the random generator.
-        ratio: ρ.
-    """
+    """A stream of gradient estimates from a fraction ρ, ``ratio``, of the data."""
 
     def __init__(self, seed: int, ratio: float) -> None:
         self.rng, self.ratio = np.random.default_rng(seed), ratio
@@ -86,12 +81,9 @@ class Blocks(Source):
 
 
 class Subsets(Source):
-    """Gradients from two subsets of O, the second of which updates running averages of the Gramians.
+    """Gradients from two subsets of O, the second of which updates running averages of the Gramians with rate α.
 
-    Args:
-        seed: seed of the random generator.
-        ratio: ρ.
-        alpha: α; with 1 there is no averaging, which is the two-subset method of eq:grad_sogram_naive.
+    With α = 1 there is no averaging, which is the two-subset method of eq:grad_sogram_naive.
     """
 
     def __init__(self, seed: int, ratio: float, alpha: float) -> None:
@@ -166,11 +158,8 @@ class _Trial(NamedTuple):
 class Sampled(Method):
     """A method with estimated gradients and several steps per iteration.
 
-    Args:
-        source: computes the gradients.
-        direction: scales the gradients.
-        step_size: δ, a fixed step size; None searches for one and halves it if the run diverges.
-        steps: steps in one iteration; None increases them as the module describes.
+    A ``step_size`` of None searches for one and halves it if the run diverges; ``steps`` of None increases them as the
+    module describes.
     """
 
     def __init__(self, source: Source, direction: FirstOrder, step_size: float | None, steps: int | None) -> None:

@@ -1,20 +1,17 @@
 """Sweeps of `newton-kron` over two embedding tables on a CPU: rows are solved independently, and sweeps extrapolated.
 
 A sweep moves each row of the left table to the minimum of its quadratic model while the right table is fixed, and then
-each row of the right table (engine/objective), as alternating least squares does for the squared loss. It is a map
-θ → S(θ) whose fixed points are the stationary points of L, and it contracts slowly where both sides correct the same
-residuals. Anderson acceleration (1965) combines the last few θ_i and their sweeps to
+each row of the right table, as alternating least squares does for the squared loss. It is a map θ → S(θ) whose fixed
+points are the stationary points of L. Anderson acceleration (1965) combines the last few θ_i and their sweeps to
 
     Σ α_i S(θ_i),   Σ α_i = 1,   ‖Σ α_i (S(θ_i) − θ_i)‖ least, over the table that moves last
 
-which uses secant information and needs no gradient. The combination is accepted if its value is below that after the
-first half of the sweep; otherwise the sweep itself is used, with its steps halved if they are too long for a loss that
-is not quadratic, and the earlier sweeps are discarded. If no step of the sweep decreases L, the method falls back to
-secant steps.
+The combination is accepted if its value is below that after the first half of the sweep; otherwise the sweep itself is
+used, with its steps halved if they are too long for a loss that is not quadratic, and the earlier sweeps are discarded.
+If no step of the sweep decreases L, the method falls back to secant steps, which are also used over several processes.
 
 Cost of an iteration: two values, two more passes over O for the rows' systems, and a pass over the earlier sweeps.
-Memory: two vectors of θ's size for each earlier sweep, and four during a sweep. Not in the paper. Over several
-processes the pairs of a right row are in several places, and secant steps are used instead.
+Memory: two vectors of θ's size for each earlier sweep, and four during a sweep.
 """
 
 from __future__ import annotations
@@ -42,11 +39,7 @@ _RIDGE = 1e-7  # times the mean square of the residuals
 
 
 class Sweeps(Stateful):
-    """Sweeps over two tables with Anderson acceleration.
-
-    Args:
-        memory: number of earlier sweeps kept.
-    """
+    """Sweeps over two tables with Anderson acceleration over ``memory`` earlier sweeps."""
 
     def __init__(self, memory: int) -> None:
         self.memory = memory
@@ -175,12 +168,7 @@ def _last_products(starts: list[Parameters], ends: list[Parameters], name: str) 
 
 
 class SweepsFirst(Method):
-    """Sweeps if they suit the problem and as long as they decrease L, and otherwise another method.
-
-    Args:
-        sweeps: used for two separate embedding tables on a CPU, if the memory suffices.
-        descent: used otherwise.
-    """
+    """Sweeps if they suit the problem and as long as they decrease L, and otherwise ``descent``."""
 
     def __init__(self, sweeps: Sweeps, descent: Descent) -> None:
         self.sweeps, self.descent = sweeps, descent

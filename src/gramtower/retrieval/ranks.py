@@ -47,15 +47,9 @@ def above_torch(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) 
 
 
 def first_places(scores: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The rank of each row's first relevant item, from 1; equal scores are in order of columns.
+    """The rank of each row's first relevant item, from 1, or infinity; equal scores are in order of columns.
 
-    Args:
-        scores: scores of all items, for some users.
-        rows: rows of the relevant pairs, increasing.
-        columns: columns of the relevant pairs, whose scores are above −inf.
-
-    Returns:
-        One rank for each user, infinity for users without relevant items.
+    ``rows``, which increase, and ``columns`` are those of the relevant pairs, whose scores are above −inf.
     """
     count, n = scores.shape
     i, j = (torch.from_numpy(x.astype(np.int64)).to(scores.device) for x in (rows, columns))

@@ -101,20 +101,13 @@ class _BestGroups(NamedTuple):
     Columns are divided into groups of about √(n / k), with equal distances within a group, so that a GPU reads whole
     lines for the maxima. The k + 1 groups with the highest maxima contain the k best, except for scores that equal the
     least of these maxima. All scores are thus read once, while torch.topk reads them several times.
-
-    Attributes:
-        scores: scores of the best groups, first columns first, and of the columns without a group.
-        groups: rows × (k + 1), the best groups.
-        step: distance of the columns of a group.
-        size: number of columns of a group.
-        least: the least of the maxima, which no score elsewhere exceeds.
     """
 
-    scores: Tensor
-    groups: Tensor
-    step: int
-    size: int
-    least: Tensor
+    scores: Tensor  # of the best groups, first columns first, and of the columns without a group
+    groups: Tensor  # rows × (k + 1), the best groups
+    step: int  # distance of the columns of a group
+    size: int  # number of columns of a group
+    least: Tensor  # the least of the maxima, which no score elsewhere exceeds
 
     @classmethod
     def of(cls, scores: Tensor, k: int) -> _BestGroups | None:
@@ -270,21 +263,13 @@ ColumnsLike: TypeAlias = Sequence[int] | NDArray[np.generic] | Tensor
 
 
 class Ranking(NamedTuple):
-    """Checked inputs of a ranking: embeddings, candidates, and the pairs that each row leaves out.
+    """Checked inputs of a ranking: embeddings, candidates, and the pairs that each row leaves out."""
 
-    Attributes:
-        P: left embeddings.
-        Q: embeddings of the candidates.
-        exclude: rows × candidates, or None.
-        deny: candidates that are never chosen, increasing, or None.
-        chosen: the column of each candidate; None if all columns are candidates.
-    """
-
-    P: Tensor
-    Q: Tensor
-    exclude: sp.csr_matrix | None
-    deny: NDArray[np.int64] | None
-    chosen: NDArray[np.int64] | None
+    P: Tensor  # left embeddings
+    Q: Tensor  # embeddings of the candidates
+    exclude: sp.csr_matrix | None  # rows × candidates
+    deny: NDArray[np.int64] | None  # candidates that are never chosen, increasing
+    chosen: NDArray[np.int64] | None  # the column of each candidate; None if all columns are candidates
 
     def lists(self, k: int, block_bytes: int | str | None = None, loaded: bool = False) -> Iterator[Lists]:
         """First row, row after the last, columns and scores of some rows at a time, in order; at most k per row."""

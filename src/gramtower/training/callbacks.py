@@ -348,12 +348,7 @@ def traffic(record: Record) -> str:
 
 
 class Log:
-    """Prints a line per iteration; in a terminal also a status line, which the next line overwrites.
-
-    Args:
-        limits: (max_iterations, time_limit), for the remaining time.
-        stream: output stream, standard error by default.
-    """
+    """Prints a line per iteration; in a terminal also a status line with the remaining time, which is overwritten."""
 
     def __init__(self, limits: tuple[int, float | None], stream: TextIO | None = None) -> None:
         self.max_iterations, self.time_limit = limits

@@ -213,11 +213,7 @@ class StoredHistory:
 
 
 def read_stored(checkpoint: Path, mark: Mapping[str, int]) -> tuple[StoredHistory, list[Record]]:
-    """The records that belong to a checkpoint.
-
-    Raises:
-        ValueError, OSError: if the file is missing or damaged.
-    """
+    """The records that belong to a checkpoint; raises ValueError or OSError if the file is missing or damaged."""
     path = history_path(checkpoint)
     try:
         known = StoredHistory(checkpoint, mark["records"], mark["bytes"], mark["checksum"])
@@ -240,17 +236,10 @@ def history_path(checkpoint: Path) -> Path:
 
 @contextmanager
 def locked(path: Path | None, group: Group = SINGLE, name: str = "checkpoint") -> Iterator[None]:
-    """Hold a lock on a file or folder in the first process; None locks nothing.
+    """Hold a lock on a file or folder in the first process; None locks nothing. Errors say ``name``.
 
-    The lock of a folder is a file in it; that of a file is next to it.
-
-    Args:
-        path: the file or folder that the run writes.
-        group: the processes of the run.
-        name: the name of the argument, for the error.
-
-    Raises:
-        ValueError: in every process, if another run holds the lock.
+    The lock of a folder is a file in it; that of a file is next to it. If another run holds it, every process raises
+    ValueError.
     """
     file: int | None = None
     lock = None
@@ -390,11 +379,7 @@ def _refusing(path: Path) -> Iterator[None]:
 
 
 def restore(path: Path, method: Stateful, state: State) -> None:
-    """Restore the stored state of a method.
-
-    Raises:
-        ValueError: if it is the state of another method.
-    """
+    """Restore the stored state of a method; raises ValueError if it is the state of another method."""
     with _refusing(path):
         _check_state("method", state, method.state())
         try:

@@ -48,10 +48,7 @@ def warn_of_ignored(given: dict[str, tuple[object, object]]) -> None:
 def check_csr(name: str, matrix: SparseMatrix, columns: int | None = None) -> sp.csr_matrix:
     """A sparse matrix as canonical CSR, with a warning if it has another format.
 
-    Args:
-        name: name of the argument.
-        matrix: matrix, which is not changed.
-        columns: number of columns; a matrix with fewer gets empty ones, as a model may have grown since.
+    A matrix with fewer columns than ``columns`` gets empty ones, as a model may have grown since.
     """
     if not sp.issparse(matrix):
         check.fail(name, type(matrix).__name__, "a scipy.sparse matrix")
@@ -73,11 +70,7 @@ def row_numbers(name: str, value: RowsLike) -> NDArray[np.int64]:
 
 
 def known_rows(name: str, rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The row numbers, if the model has all of them.
-
-    Raises:
-        IndexError: otherwise, as in implicit.
-    """
+    """The row numbers, if the model has all of them; otherwise raises IndexError, as implicit does."""
     if len(rows) and (rows.max() >= count or rows.min() < 0):
         raise IndexError(f"{name} is out of bounds of the model: it knows 0 to {count - 1}")
     return rows

@@ -122,11 +122,7 @@ class TwoTower(Recommender):
         return np.asarray(rows[0] if np.isscalar(userid) else rows)
 
     def recalculate_item(self, itemid: RowsLike, item_users: SparseMatrix) -> Factors:
-        """Not supported, as items are known by their number only.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Not supported, as items are known by their number only: always raises NotImplementedError."""
         raise NotImplementedError("recalculate_item isn't supported with this model")
 
     def save(self, file: str | Path | IO[bytes]) -> None:

@@ -76,11 +76,7 @@ _WITH_SLOPE = re.compile(r"leaky_relu\((0?\.\d{1,6})\)")
 
 
 def make_activation(argument: str, name: str) -> nn.Module:
-    """A new module by name: one of ``ACTIVATIONS``, or "leaky_relu(0.25)" with a slope between 0 and 1.
-
-    Raises:
-        ValueError: if there is no activation of that name.
-    """
+    """A new module by name: one of ``ACTIVATIONS``, or "leaky_relu(0.25)" with a slope between 0 and 1."""
     if isinstance(name, str) and (found := _WITH_SLOPE.fullmatch(name)) and float(found[1]):
         return nn.LeakyReLU(float(found[1]))
     check.choice(argument, name, (*ACTIVATIONS, "leaky_relu(0.25)"))

@@ -142,7 +142,7 @@ def _sum_into(s: Segments, others: Tensor, x: Tensor, position: NDArray[Any] | N
     _add_carry(s, result, carry)
 
 
-def _run_tasks(kernel: Callable[..., None], s: Segments, gathered: int, *arguments: Any) -> None:
+def _run_tasks(kernel: Callable[..., None], s: Segments, gathered: int, *arguments: object) -> None:
     """Run ``kernel(first piece, last piece, *arguments)`` over all pieces, task by task, on all threads.
 
     ``gathered`` is how many rows a task may gather from.

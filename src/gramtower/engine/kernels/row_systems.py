@@ -42,15 +42,9 @@ def solve_batched(
     add_sum: Callable[[Tensor, Tensor, Tensor], None],
     B: Tensor,
 ) -> Tensor:
-    """All rows at once.
+    """Solve all rows at once, with the numbers x and c of each pair and the other side's embeddings B.
 
-    Args:
-        rows: the systems.
-        x: of each pair.
-        c: of each pair.
-        dots: d_i · b_j of each pair, given D.
-        add_sum: out_i += Σ_j z_ij e_j, given z, E and out.
-        B: the other side's embeddings.
+    ``dots(D)`` are d_i · b_j of each pair, and ``add_sum(z, E, out)`` adds Σ_j z_ij e_j to out_i.
     """
     base = torch.outer(rows.weight, rows.spectrum) + rows.shift[:, None]
     g, diagonal = base * rows.y - rows.weight[:, None] * rows.pull, base.clone()

@@ -32,14 +32,7 @@ _PER_PAIR = ("labels", "pair_weight", "loss_weight", "imputed")  # of LossTerms,
 
 
 class LeftBlock:
-    """Some left rows at θ with their observed pairs.
-
-    Attributes:
-        start: the first of the rows.
-        side: the rows' constants.
-        tower: the left tower over these rows.
-        passes: passes over the block's pairs made so far.
-    """
+    """Some left rows at θ, from ``start`` on, with their constants, the tower over them and their observed pairs."""
 
     def __init__(
         self,
@@ -51,14 +44,10 @@ class LeftBlock:
         kernels: Kernels,
         resident: bool,
     ) -> None:
-        self.start, self.side, self.tower, self.passes = start, side, tower, 0.0
-        self._pairs, self._terms, self._Q, self._kernels, self._resident = (
-            pairs.pairs,
-            pairs.terms,
-            Q,
-            kernels,
-            resident,
-        )
+        self.start, self.side, self.tower = start, side, tower
+        self.passes = 0.0  # over the block's pairs, so far
+        self._pairs, self._terms = pairs.pairs, pairs.terms
+        self._Q, self._kernels, self._resident = Q, kernels, resident
 
     @property
     def P(self) -> Tensor:
@@ -122,11 +111,7 @@ class LeftBlock:
 class LeftRows:
     """The left rows of one point.
 
-    Args:
-        side: constants of all left rows.
-        pairs: where the blocks' pairs come from.
-        tower: the left tower at θ: over all rows if they are resident, not yet run if they are streamed.
-        kernels: the pair operations.
+    The left ``tower`` is evaluated over all rows if they are resident, and not yet run if they are streamed.
     """
 
     def __init__(self, side: Side, pairs: PairBlocks, tower: Linearization, kernels: Kernels) -> None:
@@ -167,12 +152,8 @@ class LeftRows:
 class PairBlocks:
     """The pairs of a problem on a device, in blocks of left rows; made when they are first visited.
 
-    Args:
-        make: gives the constants of the pairs of a range of rows; of all rows for None.
-        rows: left rows.
-        block: rows of a block; None keeps all rows resident.
-        pinned: whether O(|O|) tensors stay in pinned host memory.
-        kernels: whose order of the pairs is kept with them.
+    ``make`` returns the constants of the pairs of a range of rows, or of all rows for None. A ``block`` of None keeps
+    all rows resident; ``pinned`` keeps O(|O|) tensors in pinned host memory, with the kernels' order of the pairs.
     """
 
     def __init__(
@@ -259,14 +240,10 @@ class _PinnedPairs:
         order, long = kernels.export_order(pairs)
         limits = {"rows": pairs.shape[0]}
         return _PinnedPairs(
-            Pairs(pairs.shape, pairs.offsets, pairs.columns[:0].clone()),
-            replace(terms, **missing),
-            {name: _Pinned.of(tensor) for name, tensor in per_pair.items()},
-            _Pinned.of(pairs.columns, pairs.shape[1]),
-            kernels,
-            order,
-            {name: _Pinned.of(tensor, limits.get(name)) for name, tensor in long.items()},
-        )
+            Pairs(pairs.shape, pairs.offsets, pairs.columns[:0].clone()), replace(terms, **missing),
+            {name: _Pinned.of(tensor) for name, tensor in per_pair.items()}, _Pinned.of(pairs.columns, pairs.shape[1]),
+            kernels, order, {name: _Pinned.of(tensor, limits.get(name)) for name, tensor in long.items()},
+        )  # fmt: skip
 
     def to_device(self, user: torch.cuda.Stream, by_columns: bool) -> PairConstants:
         """All of it on the device, for ``user`` to read."""

@@ -30,7 +30,7 @@ from gramtower.engine.kernels import select
 from gramtower.engine.kernels.losses import Loss, LossTerms
 from gramtower.engine.objective.gramians import column_sums, gram
 
-Numbers: TypeAlias = NDArray[np.float64]
+Numbers: TypeAlias = NDArray[np.floating[Any]]
 WeightsLike: TypeAlias = str | Sequence[float] | NDArray[np.generic] | Tensor | None  # accepted as weights of entities
 ImputedLike: TypeAlias = float | str | Sequence[NDArray[np.generic] | Tensor]  # accepted as imputed labels
 
@@ -42,7 +42,7 @@ class ProblemData(Protocol):
     shards: Shards
     loss: Loss
     imputed: Imputed
-    labels: NDArray[np.generic]
+    labels: Numbers
     label_range: tuple[Any, Any]
     pair_weights: Numbers | None
     weight_arrays: tuple[Numbers | None, Numbers | None]
@@ -221,7 +221,7 @@ def _factor(imputed: Tensor | float, rows: slice | Tensor) -> Tensor | float:
     return imputed[rows] if isinstance(imputed, Tensor) else imputed
 
 
-def _tensor(array: NDArray[np.generic] | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _tensor(array: Numbers | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     return None if array is None else torch.tensor(array, dtype=dtype, device=device)
 
 
@@ -271,19 +271,12 @@ def degree_power(name: str, value: str) -> float:
 def embedding_penalties(
     mu: float, power: float, omega: float, counts: Sequence[NDArray[np.int64]], sums: Sequence[float]
 ) -> tuple[Numbers, Numbers]:
-    """μ c of the left and of the right entities.
+    """μ c of the left and of the right entities, with μ = ``mu`` and ν = ``power``.
 
-    Args:
-        mu: μ, the argument embedding_l2.
-        power: ν, the argument frequency_power.
-        omega: ω.
-        counts: observed pairs of each left and of each right entity.
-        sums: Σ_i a_i and Σ_j b_j.
+    ``counts`` are the observed pairs of each left and of each right entity, ``sums`` are Σ_i a_i and Σ_j b_j.
     """
     with np.errstate(divide="ignore", over="ignore"):  # refused by name below
-        left, right = (
-            np.asarray(mu * (c + omega * other) ** power, float) for c, other in zip(counts, sums[::-1], strict=True)
-        )
+        left, right = (mu * (c + omega * other) ** power for c, other in zip(counts, sums[::-1], strict=True))
     for side, values in (("left", left), ("right", right)):
         if not np.isfinite(values).all():
             i = int(np.argmin(np.isfinite(values)))
@@ -334,7 +327,7 @@ def checked_weights(value: WeightsLike, count: int) -> Numbers | None:
     return check.weights("pair_weights", array, count)
 
 
-def check_labels(loss: Loss, labels: NDArray[np.generic], bounds: tuple[float, float], pairs: Pairs) -> None:
+def check_labels(loss: Loss, labels: Numbers, bounds: tuple[float, float], pairs: Pairs) -> None:
     """Refuse labels that are not finite, or that a loss does not take; ``bounds`` are the least and the largest."""
     low, high = bounds
     if not (np.isfinite(low) and np.isfinite(high)):

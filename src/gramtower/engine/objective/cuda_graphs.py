@@ -63,11 +63,7 @@ def return_memory() -> None:
 
 
 class GraphPool:
-    """The slots of one problem with one pair of towers.
-
-    Args:
-        evaluate: the problem at parameters, kernel by kernel.
-    """
+    """The slots of one problem with one pair of towers; ``evaluate`` computes the problem kernel by kernel."""
 
     def __init__(self, evaluate: Evaluate) -> None:
         self._evaluate = evaluate
@@ -170,16 +166,9 @@ def _shapes(tensors: list[Tensor]) -> list[torch.Size]:
 
 
 class _Slot:
-    """One evaluation over fixed memory.
+    """One evaluation over fixed memory, at the θ that was loaded last.
 
-    Args:
-        evaluate: the problem at parameters, kernel by kernel.
-        parameters: some.
-        work: what another slot counts; None for the first, which compiles the kernels that all of them use.
-
-    Attributes:
-        work: counts what is done.
-        evaluation: at the θ that was loaded last.
+    The first slot, without the ``work`` that another one counts, compiles the kernels that all of them use.
     """
 
     def __init__(self, evaluate: Evaluate, parameters: Parameters, work: Work | None) -> None:

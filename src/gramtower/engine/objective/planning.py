@@ -107,14 +107,9 @@ class Plan:
 def make_plan(
     budget: int, needs: Footprint, streamed: Streamed | None = None, graphs: bool = True, activations: int | None = None
 ) -> Plan:
-    """The plan for a budget.
+    """The plan for a budget in bytes.
 
-    Args:
-        budget: bytes.
-        needs: what there is to plan.
-        streamed: asks for these blocks of left rows, whatever the budget.
-        graphs: whether CUDA graphs may be used.
-        activations: bytes for activations, whatever the budget leaves for them.
+    ``streamed`` blocks of left rows, and bytes for ``activations``, are used whatever the budget if they are given.
     """
     if streamed is None and not needs.on_cpu and not needs.all_right:
         streamed = plan_streaming(budget, needs)

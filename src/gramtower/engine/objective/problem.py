@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
@@ -125,14 +124,14 @@ class Problem:
         if isinstance(pairs, Interactions):
             pair_weights = pairs.weights if pair_weights is None else pair_weights
             pairs = pairs.matrix
-        self.labels: NDArray[np.generic]  # R_ij of the observed pairs, in row order
+        self.labels: Numbers  # R_ij of the observed pairs, in row order
         self.pairs, self.labels = from_sparse("pairs", pairs, least_rows=int(shards is None))
         self.shards = unsharded(self.pairs.shape) if shards is None else shards
         m, n = self.shards.left.count, self.shards.right.count
         if self.pairs.shape != (m, self.shards.right.total):
             check.fail("pairs", f"shape {self.pairs.shape}", f"shape {(m, self.shards.right.total)}, as shards says")
         self.loss = as_loss(loss)
-        self.label_range = extremes(self.labels) if len(self.labels) else (0.0, 0.0)
+        self.label_range: tuple[Any, Any] = extremes(self.labels) if len(self.labels) else (0.0, 0.0)
         check_labels(self.loss, self.labels, self.label_range, self.pairs)
         self.left, self.right = as_features("left", left, m), as_features("right", right, n)
         self.omega = check.number("omega", omega, minimum=0.0)

@@ -36,15 +36,10 @@ def solves_rows(problem: Problem, towers: Towers) -> bool:
 def row_step(
     at: Evaluation, side: int, steps: int, tolerance: float, out: Tensor, scratch: tuple[Tensor, Tensor]
 ) -> float:
-    """Write one side's rows after their step to ``out``; returns the square of the norm of their gradient.
+    """Write one side's rows after their step to ``out``; return the square of the norm of their gradient.
 
-    Args:
-        at: where.
-        side: 0 for the left one.
-        steps: of conjugate gradient for each row, at most.
-        tolerance: relative residual at which a row's ends.
-        out: rows × k.
-        scratch: a matrix of the size of the left table and one of the right, written over.
+    Each row takes at most ``steps`` steps of conjugate gradient, and ends at a relative residual of ``tolerance``. Both
+    matrices of ``scratch``, of the sizes of the left and the right table, are overwritten.
     """
     c = at.constants
     own, E, F = (c.left, at.P, at.Q) if side == 0 else (c.right, at.Q, at.P)

@@ -293,7 +293,7 @@ class Graph(Op):
     def parts(self) -> tuple[Op, ...]:
         return tuple(part for node in self.nodes for part in node.op.parts)
 
-    def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Change, list[Any]]:
+    def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Change, list[object]]:
         results: dict[int, Any] = {0: x}
         left, kept = list(self._reads), []
         for number, node in enumerate(self.nodes, 1):
@@ -304,7 +304,7 @@ class Graph(Op):
                 given.append(results[i])
                 left[i] -= 1
             place = out if number == len(self.nodes) else None
-            results[number], saved = node.op.forward(_given(node.op, given), values, place)
+            results[number], saved = node.op.forward(given if isinstance(node.op, Join) else given[0], values, place)
             kept.append(saved)
             for i in node.inputs:
                 if not left[i]:
@@ -312,7 +312,7 @@ class Graph(Op):
         return results[len(self.nodes)], kept
 
     def jvp(
-        self, saved: list[Any], dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None
+        self, saved: list[object], dx: Change | None, values: Values, tangent: Named, out: Tensor | None = None
     ) -> Change:
         last = len(self.nodes)
         changes: dict[int, Change | None] = {0: dx}
@@ -350,7 +350,7 @@ class Graph(Op):
         tensor = like.tensor if isinstance(like, Shifted) else like
         return tensor.new_empty(len(tensor), self.nodes[number - 1].width)
 
-    def vjp(self, saved: list[Any], g: Cotangent, values: Values, out: Named, need_input: bool) -> Cotangent | None:
+    def vjp(self, saved: list[object], g: Cotangent, values: Values, out: Named, need_input: bool) -> Cotangent | None:
         pulled: dict[int, Cotangent] = {len(self.nodes): g}
         for number in range(len(self.nodes), 0, -1):
             node = self.nodes[number - 1]
@@ -387,13 +387,13 @@ class Graph(Op):
         """Whether only the next node reads a result, which may then be in a shared buffer."""
         return self._uses[i] == 1 and i in self.nodes[i].inputs
 
-    def precompute(self, saved: list[Any]) -> None:
+    def precompute(self, saved: list[object]) -> None:
         for node, kept in zip(self.nodes, saved, strict=True):
             node.op.precompute(kept)
 
     # The preconditioner.
 
-    def moment(self, saved: list[Any], r: Tensor, some: slice, stride: int) -> Moment:
+    def moment(self, saved: list[object], r: Tensor, some: slice, stride: int) -> Moment:
         return [node.op.moment_with_mean(kept, r, some, stride) for node, kept in zip(self.nodes, saved, strict=True)]
 
     def input_moment(self, block: Block, r: Tensor) -> Moment:
@@ -502,10 +502,6 @@ class _Live:
             i, k = inputs[a], inputs[b]
             if active[i] and active[k] and i <= k:  # the other half is its transpose
                 self.add(i, k, block)
-
-
-def _given(op: Op, given: list[Any]) -> Any:
-    return given if isinstance(op, Join) else given[0]
 
 
 def _means(op: Op, M: Tensor, moment: Moment, context: CurvatureContext) -> list[Tensor] | None:

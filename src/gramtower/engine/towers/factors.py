@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +99,7 @@ class _Sampled:
         return Sample(weight, numbers, saved[index])
 
     @cached_property
-    def _run(self) -> tuple[Tensor, Tensor, list[Any]]:
+    def _run(self) -> tuple[Tensor, Tensor, list[object]]:
         tower, features = self._tower, self._tower.features
         rows = slice(-features.first % self._stride, None, self._stride)
         numbers = features.first + torch.arange(features.rows, device=self._weight.device)[rows]
@@ -119,7 +118,7 @@ def _moments(tower: Linearization, weight: Tensor, stride: int) -> list[Moment]:
     skipped = -features.first % stride
     moments: list[Moment] = [None] * len(steps)
 
-    def add(rows: slice, saved: list[Any], some: slice) -> None:
+    def add(rows: slice, saved: list[object], some: slice) -> None:
         for index, (step, kept) in enumerate(zip(steps, saved, strict=True)):
             moments[index] = _sum(moments[index], step.moment(kept, weight[rows], some, stride))
 

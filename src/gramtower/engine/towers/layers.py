@@ -284,11 +284,7 @@ class Affine(_Linear):
 
 
 class _Slopes:
-    """The slopes φ′ of an activation: stored once they are first needed, or computed from the output y each time.
-
-    Attributes:
-        y: the output, if φ′ is computed from it.
-    """
+    """The slopes φ′ of an activation: stored once they are first needed, or computed from the output y each time."""
 
     def __init__(self, activation: Activation, make: Callable[[], Tensor] | None, y: Tensor | None) -> None:
         self.activation, self.y, self._make = activation, y, make

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gramtower._util.host import BlockPlan
-from gramtower.data.features import Features
+from gramtower.data.features import Block, Features
 from gramtower.engine.towers.steps import Change, Cotangent, Named, Op, Shifted, Values, materialise
 
 
@@ -78,7 +78,7 @@ class Linearization:
         parent = features if features.parent is None else features.parent
         self._share = 1 if self.rows == parent.rows else self.rows / max(1, parent.rows)
         self._check_output = check_output
-        self._kept: list[list[Any]] = []
+        self._kept: list[list[object]] = []
         self._outputs: Tensor | None = None
         if self.viewed_table is not None:
             self.plan = plan = replace(plan, rows=max(1, self.rows))
@@ -123,7 +123,7 @@ class Linearization:
         for start in range(0, max(1, self.rows), self.plan.rows):
             yield start, min(self.rows, start + self.plan.rows)
 
-    def saved_blocks(self) -> Iterator[tuple[int, int, list[Any]]]:
+    def saved_blocks(self) -> Iterator[tuple[int, int, list[object]]]:
         """Row ranges with the values that each step kept, or recomputed block by block if it did not."""
         for index, (start, stop) in enumerate(self.blocks()):
             yield start, stop, self._kept[index] if self.plan.keep else self.forward_block(start, stop)[1]
@@ -155,7 +155,7 @@ class Linearization:
         self.work.add(self.side, "jvps", self._share)
         return out
 
-    def jvp_block(self, saved: list[Any], tangent: Named, rows: Tensor) -> None:
+    def jvp_block(self, saved: list[object], tangent: Named, rows: Tensor) -> None:
         """The jvp of one block, written to ``rows``."""
         dy: Change | None = None
         for step, kept in zip(self.steps, saved, strict=True):
@@ -203,7 +203,7 @@ class Linearization:
         self,
         start: int,
         stop: int,
-        saved: list[Any],
+        saved: list[object],
         cotangent: Tensor,
         out: Named,
         initial: tuple[Tensor, float] | None = None,
@@ -241,27 +241,28 @@ class Linearization:
         self.values.flush_bias_sums(out)
 
     @torch.no_grad()
-    def forward_block(self, start: int, stop: int, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
+    def forward_block(self, start: int, stop: int, out: Tensor | None = None) -> tuple[Tensor, list[object]]:
         """Outputs of one block, in ``out`` if the last layer can write there, and the values that the steps keep."""
         y, saved = self._forward(self.inputs(start, stop), out)
         self._check_output(y, stop - start)
         return y, saved
 
     @torch.no_grad()
-    def forward_some(self, rows: slice) -> list[Any]:
+    def forward_some(self, rows: slice) -> list[object]:
         """The values that the steps keep of some rows; counted as that fraction of a forward pass."""
         values, chosen = self.values, torch.arange(self.features.rows)[rows]
         some = self.features.take(chosen, values.dtype, values.device)
         self.work.add(self.side, "forwards", self._share * len(chosen) / self.features.rows)
         return self._forward(some.block(0, len(chosen), values.dtype, values.device))[1]
 
-    def inputs(self, start: int, stop: int) -> Any:
+    def inputs(self, start: int, stop: int) -> Block:
         """The features of one block."""
         first = self._first
         return self.features.block(first + start, first + stop, self.values.dtype, self.values.device)
 
-    def _forward(self, x: Any, out: Tensor | None = None) -> tuple[Tensor, list[Any]]:
-        saved = []
+    def _forward(self, block: Block, out: Tensor | None = None) -> tuple[Tensor, list[object]]:
+        x: Any = block
+        saved: list[object] = []
         for step in self.steps:
             x, kept = step.forward(x, self.values, out if step is self.steps[-1] else None)
             saved.append(kept)

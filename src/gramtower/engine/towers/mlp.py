@@ -75,11 +75,7 @@ def mlp_towers(
 def undrawn_towers(
     problem: TwoSided, hidden: Hidden, dim: int, activation: str, normalize: bool = False, copies: int = 1
 ) -> Towers:
-    """The same networks, uninitialised, for parameters that will be loaded.
-
-    Raises:
-        ValueError: if the free memory cannot hold ``copies`` of them.
-    """
+    """The same networks, uninitialised, for parameters to be loaded; refused if ``copies`` do not fit the memory."""
     if not all(isinstance(getattr(problem, side, None), Features) for side in ("left", "right")):
         check.fail("problem", type(problem).__name__, "a gramtower.Problem")
     make_activation("activation", activation)

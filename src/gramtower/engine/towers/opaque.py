@@ -31,7 +31,7 @@ from gramtower.engine.towers.layers import InputAffine, InputLinear
 from gramtower.engine.towers.steps import CurvatureContext, Moment, Named, Values
 
 
-def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any) -> Any:
+def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *inputs: object) -> Any:
     """Call ``module(*inputs)`` with some parameters and buffers replaced, by their first names, and restore them.
 
     torch.func.functional_call would replace and restore a module that is registered under two names twice, and
@@ -47,6 +47,8 @@ def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *inputs: Any) ->
     return torch.func.functional_call(module, places, inputs, tie_weights=False)
 
 
+Calls = list[tuple[str, Any, Tensor]]  # names of the layers inside a module that were called, inputs and results
+Kwargs = Mapping[str, Any]
 FIRST_LAYER = (
     'a tower over sparse features must begin with nn.Linear, nn.EmbeddingBag(mode="sum"), gramtower.InputLinear or '
     "x @ weight, of all columns or of some, x[:, start:stop]"
@@ -97,8 +99,8 @@ class SparseRows:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        cls, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func is nn.functional.linear:
             x, weight = args[0], args[1] if len(args) > 1 else kwargs["weight"]
@@ -203,10 +205,10 @@ class Opaque(Join):
         tables = [(name, x_in) for name, x_in, _ in calls if not _is_float(x_in)]
         return y.detach(), _Kept(given, y, [*inputs.values(), *leaves], names, tables)
 
-    def _call(self, x: list[Any], values: Values) -> tuple[Tensor, list[Tensor], list[tuple[str, Any, Tensor]]]:
+    def _call(self, x: list[Any], values: Values) -> tuple[Tensor, list[Tensor], Calls]:
         """The module's result, its parameters as leaves of the graph, and the calls of the layers inside."""
         leaves = {local: values.tensors[name].detach().requires_grad_() for local, name in self.names.items()}
-        calls: list[tuple[str, Any, Tensor]] = []
+        calls: Calls = []
         hooks = [
             part.register_forward_hook(_recorder(name, calls), with_kwargs=True) for name, part in self._layers.items()
         ]
@@ -344,7 +346,7 @@ class Opaque(Join):
             for j, b in enumerate(inputs, first)
         }
 
-    def _calls_per_entity(self, calls: list[tuple[str, Any, Tensor]], rows: int, group: Group) -> dict[str, int]:
+    def _calls_per_entity(self, calls: Calls, rows: int, group: Group) -> dict[str, int]:
         """The number of results of each layer for an entity, over all its calls; 0 if some call is not per entity.
 
         All processes agree, including those without rows and those whose number of rows matches by chance.
@@ -418,7 +420,7 @@ def _own(result: Tensor, given: list[Tensor]) -> Tensor:
     return result.clone(memory_format=torch.contiguous_format) if shared or 0 in result.stride() else result
 
 
-def _recorder(name: str, calls: list[tuple[str, Any, Tensor]]) -> Callable[..., None]:
+def _recorder(name: str, calls: Calls) -> Callable[..., None]:
     def record(_: nn.Module, inputs: tuple[object, ...], named: dict[str, object], output: Tensor) -> None:
         calls.append((name, inputs[0] if inputs else named.get("input", named.get("x")), output))
 

@@ -36,6 +36,8 @@ from gramtower.engine.towers.trace import Inputs, Untraceable, trace
 STEPS: dict[type[nn.Module], Callable[[Any, Names], Op | None]] = {  # by exact type, above the first layer
     module: step.of_module for step in (Affine, Normalise, Elementwise) for module in step.modules
 }
+Args = tuple[object, ...]
+Kwargs = dict[str, object] | None
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.SyncBatchNorm)
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
@@ -139,11 +141,7 @@ _LARGEST_FEATURE = {torch.float32: 1e15, torch.float64: 1e150}  # the squares of
 
 
 def try_module(side: str, module: nn.Module, rows: Block, row: Block, values: Values) -> tuple[Any, Any]:
-    """The module's results for some rows, and for only the first of them, ``row``.
-
-    Raises:
-        ValueError: if it cannot be a tower.
-    """
+    """The results for some rows and for only the first, ``row``; raises ValueError if the module cannot be a tower."""
     where = f"{side} tower: {type(module).__name__}"
     first = _run(module, rows, values)
     second, single = _run(module, rows, values), _run(module, row, values)
@@ -220,7 +218,9 @@ class _Calls(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: Args = (), kwargs: Kwargs = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             given = any(isinstance(x, Tensor) and x.requires_grad for x in _flat((args, kwargs)))

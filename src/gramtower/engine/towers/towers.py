@@ -422,11 +422,7 @@ def _join(
 ) -> frozenset[str]:
     """Find the names of the sharded tables; broadcast all other tensors from the first process.
 
-    Args:
-        shards: the row ranges.
-        trainable: trainable tensors by their name in Parameters.
-        names: for each side, name in the module → name in Parameters.
-        sides: module and features of the left and the right side.
+    ``trainable`` are tensors by their name in Parameters; ``names`` maps, for each side, names in the module to those.
     """
     used = [set(names[side].values()) for side in ("left", "right")]
     owned: set[str] = set()

@@ -52,10 +52,8 @@ _SPLIT = {torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tenso
 class Functions:
     """Recognises calls of functions and methods in a traced graph.
 
-    Args:
-        shapes: the shape of each result that is a floating-point matrix of rows × columns.
-        values: the results, on the meta device.
-        parameters: name within the tower and shape of each parameter that the graph reads.
+    ``shapes`` has the results that are floating-point matrices of rows × columns, ``values`` all results on the meta
+    device, and ``parameters`` the name within the tower and the shape of each parameter that the graph reads.
     """
 
     def __init__(
@@ -221,16 +219,9 @@ Recognise = Callable[[nn.Module, bool], Op | Literal[True] | None]
 
 
 def trace(module: nn.Module, inputs: Inputs, names: Mapping[int, str], recognise: Recognise) -> list[Op]:
-    """The module as a chain of steps.
+    """The module as a chain of steps; raises :class:`Untraceable` if it cannot be converted.
 
-    Args:
-        module: any module.
-        inputs: its features.
-        names: id of a parameter → its name within the tower.
-        recognise: finds the step of a layer.
-
-    Raises:
-        Untraceable: if it cannot be converted to steps.
+    ``names`` maps the id of a parameter to its name within the tower, and ``recognise`` finds the step of a layer.
     """
     return _Builder(module, inputs, names, recognise).steps()
 
@@ -245,7 +236,9 @@ class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return id(m) in self._known or super().is_leaf_module(m, module_qualified_name)
 
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> object:
         """Trace a submodule; one that cannot be traced becomes a single call."""
         before, stack = len(self.graph.nodes), self.module_stack.copy()
         try:
@@ -272,7 +265,7 @@ class _Shapes(fx.Interpreter):
                     width = layer.weight.shape[1 if step.inputs_first else 0]
                     self._first[node] = torch.empty(_ROWS, width, dtype=layer.weight.dtype, device="meta")
 
-    def run_node(self, n: fx.Node) -> Any:
+    def run_node(self, n: fx.Node) -> object:
         result = self._first[n] if n in self._first else super().run_node(n)
         if n.op == "get_attr" and isinstance(result, Tensor):
             result = result.to("meta")
@@ -287,7 +280,7 @@ class _Ran(nn.Module):
         super().__init__()
         self.graph, self._run = graph, run
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor) -> object:
         return self._run.run(x)
 
 
