@@ -1,15 +1,13 @@
 """The directions of `newton-kron`: damped, preconditioned Gauss-Newton by conjugate gradient, or secant steps.
 
 Plain conjugate gradient stalls on all-pairs problems: the curvature along the mean of all embeddings is millions of
-times λ, and thirty steps do not get past it. The Kronecker preconditioner (engine/objective/kronecker.py) handles that
-direction in closed form, so that a few steps suffice. Levenberg-Marquardt damping is added to G and to the
-preconditioner: it is increased when the actual decrease at the full step is below the quadratic model's prediction, and
-reduced when they agree.
+times λ. The Kronecker preconditioner (engine/objective/kronecker.py) handles that direction in closed form.
+Levenberg-Marquardt damping is added to G and to the preconditioner: it is increased when the actual decrease at the
+full step is below the quadratic model's prediction, and reduced when they agree.
 
 If both towers are linear in their parameters, secant steps (secant.py) are used instead, with as many secant pairs as
-fit in memory; without memory for any, they move one side at a time. Other towers switch to secant steps, if there is
-memory for a pair, when the quadratic model fails: damping is above its initial value after it was far below, or it is
-far above. From then on the difference between G and the Hessian matters, and damping would only shorten the steps.
+fit in memory. Other towers switch to secant steps, if there is memory for a pair, when the quadratic model fails:
+damping is above its initial value after it was far below, or it is far above.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -40,17 +41,15 @@ from gramtower.optim.descent import Damping, Direction, DirectionResult, State, 
 class Pair:
     """A step s, the change y of the gradient along it, and sᵀy, which is computed at the first access if it is None."""
 
-    __slots__ = ("_curvature", "change", "step")
-
     def __init__(self, step: Parameters, change: Parameters, curvature: float | None = None) -> None:
-        self.step, self.change, self._curvature = step, change, curvature
+        self.step, self.change = step, change
+        if curvature is not None:
+            self.curvature = curvature
 
-    @property
+    @cached_property
     def curvature(self) -> float:
         """sᵀy."""
-        if self._curvature is None:
-            self._curvature = self.step.dot(self.change)
-        return self._curvature
+        return self.step.dot(self.change)
 
 
 def inverse_product(g: Parameters, pairs: Sequence[Pair], initial: Callable[[Parameters], Parameters]) -> Parameters:

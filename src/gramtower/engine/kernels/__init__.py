@@ -37,18 +37,11 @@ BACKENDS = ("auto", *_MODULES)
 
 
 class Kernels(Protocol):
-    """The operations of a backend; reference.py defines each of them.
+    """The operations of a backend; reference.py defines each of them."""
 
-    Attributes:
-        SLOPES_FROM_OUTPUTS: whether φ′ is recovered from activations' outputs, in the pass that needs it, where it
-            follows from them; otherwise slopes are stored.
-        GATHERS_BFLOAT16: whether gathered rows may be bfloat16 where the others are float32.
-        SOLVES_ROWS: whether systems of rows are worth their time.
-    """
-
-    SLOPES_FROM_OUTPUTS: bool
-    GATHERS_BFLOAT16: bool
-    SOLVES_ROWS: bool
+    SLOPES_FROM_OUTPUTS: bool  # whether φ′ is computed from activations' outputs if it can be, and not stored
+    GATHERS_BFLOAT16: bool  # whether gathered rows may be bfloat16 while the others are float32
+    SOLVES_ROWS: bool  # whether systems of rows are worth their time
 
     def dots(self, pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
         """x_e = a_i · b_j."""

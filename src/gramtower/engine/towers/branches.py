@@ -248,15 +248,10 @@ class Node:
 
 @dataclass
 class Graph(Op):
-    """Nodes in topological order; the last one is the result.
+    """Nodes in topological order; the last one is the result."""
 
-    Attributes:
-        nodes: node i is ``nodes[i - 1]``.
-        first: whether the input are feature rows, which have no derivative.
-    """
-
-    nodes: list[Node]
-    first: bool
+    nodes: list[Node]  # node i is ``nodes[i - 1]``
+    first: bool  # whether the input are feature rows, which have no derivative
     _active: list[bool] = field(init=False)  # whether a result depends on parameters
     _uses: list[int] = field(init=False)  # how often active nodes read it
     _reads: list[int] = field(init=False)  # how often any node reads it

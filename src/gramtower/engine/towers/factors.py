@@ -8,13 +8,9 @@ last layer and is propagated down as
     S ← S ∘ mean(φ′φ′ᵀ)   through an elementwise activation
     S ← mean(g gᵀ)        through any other step, where g are random vectors with covariance S, back-propagated
 
-all means weighted by r_i. Each step computes its own part (``moment`` and ``pull_curvature`` in steps.py); branches.py
-extends this to towers with branches. For ids and sparse features A is reduced to its diagonal, so that tables are
-preconditioned row by row. Parameters of steps without a formula get the diagonal Σ_i r_i J_iᵀ S J_i, from the same
-random vectors.
-
-Cost: about one matrix product of rows × width² for each layer, over about two thousand rows; if some step has no
-formula, also a forward pass and ``draws`` backward passes of those rows.
+all means weighted by r_i. Each step computes its own part (``moment`` and ``pull_curvature`` in steps.py). For ids and
+sparse features A is reduced to its diagonal, so that tables are preconditioned row by row. Parameters of steps without
+a formula get the diagonal Σ_i r_i J_iᵀ S J_i, from the same random vectors. Moments use about two thousand rows.
 """
 
 from __future__ import annotations

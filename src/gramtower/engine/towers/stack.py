@@ -1,15 +1,11 @@
 """Conversion of torch modules to steps, checks of modules, and the memory they need.
 
-Steps: ``nn.Sequential`` containers are opened at any depth, and the layers of layers.py become steps. The ``forward``
-of any other class is traced (trace.py). Whatever cannot be traced, and modules with hooks, are differentiated by
-autodiff (opaque.py).
+``nn.Sequential`` containers are opened at any depth, and the layers of layers.py become steps. The ``forward`` of any
+other class is traced (trace.py). Whatever cannot be traced, and modules with hooks, are differentiated by autodiff.
 
-Checks: an exact objective over all pairs needs a module that is deterministic, maps every row independently of the
-others, does not change its mode, and is differentiable; and features whose squares fit the dtype. A few rows are run
-through the module, and the torch functions that ``forward`` calls are recorded, so that an error names the function.
-
-Sizes: bytes of an entity's activations, of features on a GPU and of the preconditioner's factors, for the memory plan
-in engine/objective.
+An exact objective over all pairs needs a module that is deterministic, maps every row independently of the others, does
+not change its mode, and is differentiable. To check this, a few rows are run through the module, and the torch
+functions that ``forward`` calls are recorded, so that an error names the function.
 """
 
 from __future__ import annotations

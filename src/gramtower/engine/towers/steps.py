@@ -152,23 +152,14 @@ class Op:
 
     Each row is mapped independently of the others. ``jvp`` and ``vjp`` do not run ``forward`` again; they may overwrite
     the tensor that they are given (dx, g), and the caller may overwrite the tensor that they return.
-
-    Attributes:
-        analytic: whether derivatives are computed without autodiff. Such steps are recorded in CUDA graphs, and the
-            independence of their rows is not tested.
-        overwrites_cotangent: whether ``vjp`` overwrites g; if not, no copy of the caller's g is needed.
-        overwrites_tangent: whether ``jvp`` overwrites dx.
-        kept_copies: how many copies of a block's results are kept in memory.
-        linear: whether y is linear in x and in the step's parameters, each with the other fixed.
-        modules: the modules, by exact type, that ``of_module`` makes a step of.
     """
 
-    analytic: bool = True
-    overwrites_cotangent: bool = True
-    overwrites_tangent: bool = True
-    kept_copies: int = 1
-    linear: bool = False
-    modules: ClassVar[tuple[type[nn.Module], ...]] = ()
+    analytic: bool = True  # no autodiff: the step is recorded in CUDA graphs, and independence of rows is not tested
+    overwrites_cotangent: bool = True  # whether ``vjp`` overwrites g; if not, no copy of the caller's g is needed
+    overwrites_tangent: bool = True  # whether ``jvp`` overwrites dx
+    kept_copies: int = 1  # how many copies of a block's results are kept in memory
+    linear: bool = False  # whether y is linear in x and in the step's parameters, each with the other fixed
+    modules: ClassVar[tuple[type[nn.Module], ...]] = ()  # by exact type, those that ``of_module`` makes a step of
 
     @classmethod
     def of_module(cls, module: Any, names: Names) -> Op | None:
