@@ -75,12 +75,11 @@ ACTIVATIONS = {kind.name: kind.module for kind in TABLE if kind.name is not None
 _WITH_SLOPE = re.compile(r"leaky_relu\((0?\.\d{1,6})\)")
 
 
-def make_activation(argument: str, name: str) -> nn.Module:
+def make_activation(argument: str, name: object) -> nn.Module:
     """A new module by name: one of ``ACTIVATIONS``, or "leaky_relu(0.25)" with a slope between 0 and 1."""
     if isinstance(name, str) and (found := _WITH_SLOPE.fullmatch(name)) and float(found[1]):
         return nn.LeakyReLU(float(found[1]))
-    check.choice(argument, name, (*ACTIVATIONS, "leaky_relu(0.25)"))
-    return ACTIVATIONS[name]()
+    return ACTIVATIONS[check.choice(argument, name, (*ACTIVATIONS, "leaky_relu(0.25)"))]()
 
 
 @dataclass(frozen=True)
