@@ -1,8 +1,6 @@
 """``gramtower compare``: several optimizers on the same problem, from the same start, one after the other.
 
-comparison.json holds the request before the first optimizer runs, and the outcome of each optimizer as it ends. The
-same command therefore continues after a kill: optimizers that have ended are skipped, and an interrupted one continues
-from its checkpoint.
+The same command continues after a kill: optimizers that have ended are skipped, an interrupted one is resumed.
 
 An experiment is a TOML file with everything that decides a comparison, so that others can rerun it:
 
@@ -83,15 +81,12 @@ class Experiment:
     shape: tuple[int, int, int] | None  # (m, n, training pairs) of its data, or None
 
     @property
-    def name(self) -> str:
-        """The name of the file without its extension."""
-        return self.path.stem
-
-    @property
     def synthetic_note(self) -> str:
         """The notice that accompanies every result on generated pairs."""
         m, n, observed = self._shape()
-        return f"generated pairs of the shape of {self.name} ({m:,} x {n:,}, {observed:,} pairs), not the data itself"
+        return (
+            f"generated pairs of the shape of {self.path.stem} ({m:,} x {n:,}, {observed:,} pairs), not the data itself"
+        )
 
     def synthetic_pairs(self) -> Interactions:
         """Generate pairs with planted groups; holding out the share ``validation`` leaves as many as ``shape`` says.
@@ -269,27 +264,25 @@ def make_setup(
             given = "a config without a shape" if experiment is None else f"DATA {path} as well"
             check.fail("synthetic", given, "--config with an experiment that has a shape, and no DATA")
         experiment = replace(experiment, settings=settings)
-        title, remark, everything = f"{experiment.name} shape", experiment.synthetic_note, experiment.synthetic_pairs()
+        title, remark = f"{experiment.path.stem} shape", experiment.synthetic_note
+        everything = experiment.synthetic_pairs()
     else:
-        source = _source(settings, experiment)
-        title = experiment.name if experiment else source.stem if source.is_file() else source.resolve().name
+        if settings.data.path is None:
+            shaped = experiment is not None and experiment.shape is not None
+            or_else = "; or --synthetic for pairs of its shape" if shaped else ""
+            expected = f"a file of pairs, as an argument or as path below [data] of the config{or_else}"
+            check.fail("DATA", "nothing", expected)
+        source = Path(settings.data.path)
+        title = experiment.path.stem if experiment else source.stem if source.is_file() else source.resolve().name
         remark, everything = None, read_pairs(source, settings.data, loss=settings.model.loss or ModelSettings.loss)
     pairs, held_out = split_validation(everything, settings.data, seed)
     return Setup(settings, title, remark, methods, pairs, held_out)
 
 
-def _source(settings: Settings, experiment: Experiment | None) -> Path:
-    if settings.data.path is None:
-        or_else = "" if experiment is None or experiment.shape is None else "; or --synthetic for pairs of its shape"
-        expected = f"a file of pairs, as an argument or as path below [data] of the config{or_else}"
-        check.fail("DATA", "nothing", expected)
-    return Path(settings.data.path)
-
-
 def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, dict[str, Any]]:
     """Return options by optimizer: the experiment's, overridden by --option METHOD.NAME=VALUE."""
     optimizers = experiment.optimizers if experiment else {name: {} for name in _METHODS}
-    found: dict[str, dict[str, Any]] = {name: dict(options) for name, options in optimizers.items()}
+    found = {name: dict(options) for name, options in optimizers.items()}
     for key, value in settings.estimator_arguments().get("optimizer_options", {}).items():
         method, dot, name = key.partition(".")
         if not dot or method not in SOLVERS:

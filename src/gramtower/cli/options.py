@@ -93,18 +93,11 @@ class FeatureOptions:
     "Id column of --left-features [default: the name given to --left, else id]."
     right_id: str | None = None
     "Id column of --right-features [default: the name given to --right, else id]."
-    left_column: Annotated[
-        list[str] | None,
-        Parameter(
-            help="Kind of a column of --left-features, NAME=KIND: numeric, categorical, list, text, vector or skip; "
-            "may be repeated. The kinds of other columns are inferred from their content.",
-            negative=(),
-        ),
-    ] = None
-    right_column: Annotated[
-        list[str] | None,
-        Parameter(help="Kind of a column of --right-features, NAME=KIND; may be repeated.", negative=()),
-    ] = None
+    left_column: Texts = None
+    """Kind of a column of --left-features, NAME=KIND: numeric, categorical, list, text, vector or skip; may be
+    repeated. The kinds of other columns are inferred from their content."""
+    right_column: Texts = None
+    "Kind of a column of --right-features, NAME=KIND; may be repeated."
     list_separator: str | None = None
     "Separator of the elements of list columns [default: |]."
     hash_bits: int | None = None
@@ -134,13 +127,8 @@ class FitFeatures(FeatureOptions):
 class ModelOptions(_Options):
     """What is minimised, over which towers. The table ``[model]``."""
 
-    history: Annotated[
-        bool | None,
-        Parameter(
-            help="Describe each left entity by its right entities, so that new left entities can be embedded.",
-            negative=(),
-        ),
-    ] = None
+    history: Annotated[bool | None, Parameter(negative=())] = None
+    "Describe each left entity by its right entities, so that new left entities can be embedded."
 
 
 @_TRAINING
@@ -155,13 +143,9 @@ class TrainOptions(_Options):
 class TuneTraining(TrainOptions):
     """How trials are trained: the table ``[train]`` without ``refit``."""
 
-    validation_side: Annotated[
-        str | None,
-        Parameter(
-            help="left or right: hold out the share --validation of that side's entities with all their pairs, to "
-            "validate on unseen entities. The side needs a table of features."
-        ),
-    ] = None
+    validation_side: str | None = None
+    """left or right: hold out the share --validation of that side's entities with all their pairs, to validate on
+    unseen entities. The side needs a table of features."""
 
 
 @_TRAINING
@@ -169,12 +153,8 @@ class TuneTraining(TrainOptions):
 class FitTraining(TuneTraining):
     """How a model is fitted. The table ``[train]``."""
 
-    refit: Annotated[
-        bool | None,
-        Parameter(
-            help="With --validation: then fit all pairs for the number of iterations that was best.", negative=()
-        ),
-    ] = None
+    refit: Annotated[bool | None, Parameter(negative=())] = None
+    "With --validation: then fit all pairs for the number of iterations that was best."
 
 
 @_OUTPUT

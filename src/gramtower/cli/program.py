@@ -221,17 +221,13 @@ def _about_file(error: OSError) -> tuple[str, int]:
     return words if name is None else f"{name}: {words}", 1 if error.errno in _FAILURES else 2
 
 
-def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    return list(traceback.extract_tb(error.__traceback__))
-
-
 def _ours(error: BaseException) -> bool:
     """Whether an exception was raised by this library rather than by one that it calls."""
-    frames = _frames(error)
+    frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and Path(frames[-1].filename).is_relative_to(_ROOT)
 
 
 def _place(error: BaseException) -> str:
     """The last place of the library that an exception came through."""
-    frames = [f for f in _frames(error) if Path(f.filename).is_relative_to(_ROOT)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(_ROOT)]
     return f" ({Path(frames[-1].filename).relative_to(_ROOT).as_posix()}, line {frames[-1].lineno})" if frames else ""

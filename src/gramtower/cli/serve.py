@@ -87,14 +87,8 @@ def serve(
     common = common or Common()
     check.choice("--log-format", log_format, logs.FORMATS)
     say = (lambda line: None) if common.quiet else partial(logs.write, log_format)
-    tables = {
-        side: _table(side, path, id, title, run)
-        for side, path, id, title in (
-            ("left", left_table, left_id, left_title),
-            ("right", right_table, right_id, right_title),
-        )
-        if path is not None
-    }
+    given = ("left", left_table, left_id, left_title), ("right", right_table, right_id, right_title)
+    tables = {side: _table(side, path, id, title, run) for side, path, id, title in given if path is not None}
     held_out = None if test is None else partial(_test_pairs, run, test)
     files = tuple(path for path in (left_table, right_table, test) if path is not None)
     sources = [Source("default", model_file(run), index, mapped, tables, held_out, files)]
@@ -103,11 +97,8 @@ def serve(
         if not name or not equals or not path:
             check.fail("--model", repr(text), "NAME=RUN")
         sources.append(Source(name, model_file(Path(path)), index, mapped, tables, held_out, files))
-    limits = Limits(
-        k=check.count("--max-k", max_k),
-        ids=check.count("--max-ids", max_ids),
-        body=check.memory_size("--max-body", max_body),
-    )
+    most = check.count("--max-k", max_k), check.count("--max-ids", max_ids)
+    limits = Limits(k=most[0], ids=most[1], body=check.memory_size("--max-body", max_body))
     wait = check.number("--batch-wait", batch_wait, minimum=0.0) / 1000
     if wait > 1:
         check.fail("--batch-wait", batch_wait, "at most 1000 milliseconds")
@@ -116,19 +107,11 @@ def serve(
         from gramtower.serving.server import serve as run_server
     except ImportError as error:
         raise missing("serve", "fastapi", error) from error
+    workers = check.count("--workers", workers, most=MOST_WORKERS)
     options = Options(
-        host,
-        port,
-        _token(token_file),
-        allow_host or (),
-        allow_origin or (),
-        1.0 if watch else None,
-        wait,
-        limits,
-        check.count("--workers", workers, most=MOST_WORKERS),
-        access_log,
-        log_format,
-    )
+        host, port, _token(token_file), allow_host or (), allow_origin or (), 1.0 if watch else None, wait, limits,
+        workers, access_log, log_format,
+    )  # fmt: skip
     try:
         run_server(sources, options, say, _announce if common.json else lambda address: None)
     except KeyboardInterrupt:

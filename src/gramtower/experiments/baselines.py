@@ -49,11 +49,9 @@ class Baseline(Protocol):
 
     def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> object:
         """Learn from the positive pairs, users × items."""
-        ...
 
     def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
         """Return the k best items of some users, best first, −1 where there is none, without their rows of ``seen``."""
-        ...
 
 
 @dataclass

@@ -164,15 +164,12 @@ class Candidate(Protocol):
 
     def check(self, cut: Cut) -> None:
         """Refuse a model that could not be fitted, without fitting it."""
-        ...
 
     def fit(self, cut: Cut, seed: int) -> None:
         """Learn from the training part of a split."""
-        ...
 
     def lists(self, cut: Cut, k: int) -> Lists:
         """Return the k best unseen items of each user of the split, −1 where there is none."""
-        ...
 
 
 @dataclass(frozen=True)
