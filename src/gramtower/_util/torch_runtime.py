@@ -145,7 +145,7 @@ def _enter(precision: str) -> None:
     with _turn:
         _users.pop(threading.get_ident(), None)  # is there if the thread was interrupted while it left
         while not set(_live_users().values()) <= {precision}:
-            _turn.wait(1.0)  # a thread that dies in its block notifies nobody
+            _turn.wait(1.0)  # a thread that dies in its block does not notify
         if not _users:
             _stack.close()
             _stack.enter_context(_set_to(precision))
