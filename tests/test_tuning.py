@@ -466,10 +466,14 @@ def test_winners_of_warm_starts_are_confirmed_cold(tmp_path, monkeypatch):
 def test_a_winner_that_cannot_be_trained_again_gives_way_to_a_cold_one(monkeypatch):
     from gramtower.experiments.tuning.search import _Run
 
-    def fail(run, tried):
-        raise RuntimeError("out of memory")
+    train = _Run._train
 
-    monkeypatch.setattr(_Run, "_from_cold", fail)
+    def fail(run, settings, start, rival, confirming=False):
+        if confirming:
+            raise RuntimeError("out of memory")
+        return train(run, settings, start, rival)
+
+    monkeypatch.setattr(_Run, "_train", fail)
     found = small(dim=4, l2=50.0, omega=4.0).tune(
         data(), trials=8, metric="ndcg@10", space={"l2": [1.0, 50.0]}, refit=False
     )
