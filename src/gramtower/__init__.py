@@ -14,7 +14,9 @@ because `gramtower --help` needs none of them.
 import os
 import sys
 import warnings
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramtower import _deprecated as _deprecated
@@ -40,16 +42,23 @@ else:
             warnings.warn(f"gramtower.{name} has moved; use {new}.{name} instead", DeprecationWarning, stacklevel=2)
             return getattr(import_module(new), name)
         if name == "__all__":
-            return _public_names()
+            return sorted(_places())
         if not name.startswith("_"):
-            if name in _public_names():
-                globals()[name] = getattr(import_module("gramtower._public"), name)
-            if name in globals():  # also packages, which are attributes once they are imported
+            if name in _places():
+                module = _places()[name]
+                globals()[name] = getattr(import_module(module), name, None) or import_module(f"{module}.{name}")
+            else:
+                import_module("gramtower._public")  # imports all packages, which are attributes then
+            if name in globals():
                 return globals()[name]
         raise AttributeError(f"module 'gramtower' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_public_names()})
+        return sorted({*globals(), *_places()})
 
-    def _public_names() -> list[str]:
-        return sorted(name for name in vars(import_module("gramtower._public")) if not name.startswith("_"))
+    @cache
+    def _places() -> dict[str, str]:
+        """The module of each public name, read from _public.py without importing what it imports."""
+        lines = (Path(__file__).parent / "_public.py").read_text(encoding="utf-8").splitlines()
+        words = [line.split() for line in lines if line.startswith("from ")]
+        return {name: module for _, module, _, name, *_ in words}
