@@ -148,3 +148,10 @@ def test_an_empty_space_is_refused(pairs, tmp_path, capsys):
     base = ["tune", str(pairs / "pairs.csv"), *COLUMNS, "--out", str(tmp_path / "out"), "--quiet", "--device", "cpu"]
     assert run([*base, "--space", str(tmp_path / "space.toml")]) == 2
     assert "an empty space" in capsys.readouterr().err
+
+
+def test_help_states_one_default_of_the_metric(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(["tune", "--help"]) == 0
+    sentences = " ".join(capsys.readouterr().out.split()).split("--")
+    assert [part.count("[default:") for part in sentences if part.startswith("metric")] == [0, 1]
