@@ -407,7 +407,7 @@ def explain(
         run: Folder of a run, or a model file.
         left: Id of a left entity; (new) for one that --left-features or --history describe.
         right: Id of a right entity.
-        side: left, or right to explain by what is known of the right entity.
+        side: left, or right to explain by the features or pairs of the right entity.
         k: How many parts, the largest in size; the others are summed.
         left_features: Table with the row of LEFT, for models fitted with --left-features.
         right_features: The same for RIGHT, with --side right.
