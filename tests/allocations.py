@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gramtower.engine.kernels import programs
-from gramtower.engine.kernels.losses import LOSSES
+from gramtower.engine.kernels.elementwise import LOSSES
 
 PROGRAMS = (
     "dots_program", "sum_program", "curvature_program", "gather_lines_program", "loss_program", "loss_left_program",

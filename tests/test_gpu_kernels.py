@@ -16,8 +16,7 @@ import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.pairs import from_sparse
 from gramtower.engine.kernels import gpu, layout, reference
-from gramtower.engine.kernels.activations import activation_of
-from gramtower.engine.kernels.losses import LOSSES, LossTerms
+from gramtower.engine.kernels.elementwise import LOSSES, LossTerms, activation_of
 from gramtower.engine.objective.planning import Streamed
 
 GPU = torch.cuda.is_available()  # conftest.py asks for the interpreter where there is none

@@ -19,8 +19,7 @@ from gramtower._util import torch_runtime
 from gramtower.data.pairs import SEGMENT, from_sparse
 from gramtower.engine import kernels
 from gramtower.engine.kernels import cpu, reference
-from gramtower.engine.kernels.activations import activation_of
-from gramtower.engine.kernels.losses import LOSSES, LossTerms, Scored
+from gramtower.engine.kernels.elementwise import LOSSES, LossTerms, Scored, activation_of
 from gramtower.engine.objective import problem
 
 BACKENDS = {"numba": cpu, "reference": reference}

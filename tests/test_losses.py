@@ -13,7 +13,7 @@ from cases import make_case
 from test_engine import compare
 
 import gramtower as gt
-from gramtower.engine.kernels.losses import LOSSES, as_loss
+from gramtower.engine.kernels.elementwise import LOSSES, as_loss
 from gramtower.engine.objective.planning import Streamed
 
 # Away from ŷ = ±1, where the second derivative of squared_hinge jumps.

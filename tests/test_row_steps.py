@@ -9,7 +9,7 @@ import torch
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import cpu, reference
-from gramtower.engine.kernels.row_systems import RowSystems
+from gramtower.engine.kernels.reference import RowSystems
 from gramtower.engine.objective.row_steps import row_step, solves_rows
 
 M, N, K = 14, 11, 4

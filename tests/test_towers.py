@@ -20,7 +20,7 @@ from torch import nn
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.features import as_features
-from gramtower.engine.kernels import activations, reference
+from gramtower.engine.kernels import elementwise, reference
 from gramtower.engine.objective import planning as plan_module
 from gramtower.engine.objective.planning import Streamed
 from gramtower.engine.towers import stack, steps
@@ -406,11 +406,11 @@ def test_towers_move_to_a_dtype_or_a_device():
     assert moved.to("meta").device == torch.device("meta")
 
 
-@pytest.mark.parametrize("kind", activations.TABLE, ids=lambda kind: kind.module.__name__)
+@pytest.mark.parametrize("kind", elementwise.TABLE, ids=lambda kind: kind.module.__name__)
 def test_every_activation_of_the_table_has_a_step_and_its_slope(kind):
     tower = nn.Sequential(nn.Linear(3, 4), kind.module(), nn.Linear(4, 3))
     assert [type(step) for step in stack.steps(tower, "dense")] == [InputAffine, Elementwise, Affine]
-    activation, z = activations.activation_of(kind.module()), torch.linspace(-2, 2, 9, dtype=torch.float64)
+    activation, z = elementwise.activation_of(kind.module()), torch.linspace(-2, 2, 9, dtype=torch.float64)
     if activation.slope_from_output:
         torch.testing.assert_close(activation.slope(activation.function(z)), activation.slope_at(z))
     assert_exact(tower, nn.Embedding(5, 3), X)

@@ -8,7 +8,7 @@ from gramtower.data import splits as splits
 from gramtower.data.interactions import Interactions as Interactions
 from gramtower.data.interactions import PairSamples as PairSamples
 from gramtower.data.tables import FeatureTable as FeatureTable
-from gramtower.engine.kernels.losses import Loss as Loss
+from gramtower.engine.kernels.elementwise import Loss as Loss
 from gramtower.engine.objective.point import Point as Point
 from gramtower.engine.objective.problem import Problem as Problem
 from gramtower.engine.towers.layers import InputLinear as InputLinear

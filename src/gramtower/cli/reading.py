@@ -20,7 +20,7 @@ from gramtower.data.sources import existing
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.partition import Shard, is_partition
-from gramtower.engine.kernels.losses import LOSSES, Loss
+from gramtower.engine.kernels.elementwise import LOSSES, Loss
 from gramtower.model.fit_data import hold_out
 from gramtower.model.two_tower import TwoTower
 

@@ -46,8 +46,7 @@ from torch import Tensor, nn
 from gramtower._util import checks as check
 from gramtower.data.ids import Key
 from gramtower.data.tables import FeaturesLike
-from gramtower.engine.kernels.activations import ACTIVATIONS
-from gramtower.engine.kernels.losses import LossTerms, Scored, as_loss
+from gramtower.engine.kernels.elementwise import ACTIVATIONS, LossTerms, Scored, as_loss
 from gramtower.engine.objective.gramians import column_sums, gram
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.layers import InputLinear

@@ -37,7 +37,7 @@ from gramtower.data.ids import pack_ids, unpack_ids
 from gramtower.data.matrices import pattern
 from gramtower.distributed import shard_files as shards_file
 from gramtower.distributed.shards import unsharded
-from gramtower.engine.kernels.activations import make_activation
+from gramtower.engine.kernels.elementwise import make_activation
 from gramtower.engine.objective.constants import degree_power
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.checks import Hidden
-from gramtower.engine.kernels.losses import LOSSES, Loss
+from gramtower.engine.kernels.elementwise import LOSSES, Loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.solvers import SOLVERS, Solver

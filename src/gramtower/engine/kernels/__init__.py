@@ -22,10 +22,9 @@ import gramtower._util.torch_runtime  # noqa: F401  # registers its fork handler
 from gramtower._util import checks as check
 from gramtower._util.optional import install_line
 from gramtower.data.pairs import Pairs
-from gramtower.engine.kernels.activations import Activation
+from gramtower.engine.kernels.elementwise import Activation, LossTerms, Observed
 from gramtower.engine.kernels.layout import Order
-from gramtower.engine.kernels.losses import LossTerms, Observed
-from gramtower.engine.kernels.row_systems import RowSystems
+from gramtower.engine.kernels.reference import RowSystems
 
 _MODULES = {
     "reference": "gramtower.engine.kernels.reference",

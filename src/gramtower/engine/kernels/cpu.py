@@ -8,6 +8,9 @@ task reads all gathered rows from memory once, and so has several pairs for each
 
 Tasks run on plain threads, as many as ``torch.get_num_threads()``, without the GIL. Numba's thread pools are not used:
 their workers keep spinning after a call and would compete with torch's for the same cores.
+
+The systems of rows are solved one row after the other, its pairs in the cache. Rows are independent: the result is the
+same for any number of threads. O(|O| k steps); timed by benchmarks/bench_als.py.
 """
 
 from __future__ import annotations
@@ -24,9 +27,8 @@ from gramtower._util import torch_runtime
 from gramtower._util.compiled import compiled
 from gramtower.data.pairs import Pairs, Segments
 from gramtower.engine.kernels import reference
-from gramtower.engine.kernels.cpu_rows import SUMS, solve_rows
-from gramtower.engine.kernels.losses import LossTerms, Observed, Scored, loss_left_from_scores
-from gramtower.engine.kernels.row_systems import RowSystems
+from gramtower.engine.kernels.elementwise import LossTerms, Observed, Scored, loss_left_from_scores
+from gramtower.engine.kernels.reference import RowSystems
 
 activate, slope_product = reference.activate, reference.slope_product  # torch has nothing faster for these
 column_sums, column_lines = reference.column_sums, reference.column_lines
@@ -34,6 +36,7 @@ export_order, import_order = reference.export_order, reference.import_order
 SLOPES_FROM_OUTPUTS = False  # a stored slope is one multiplication, cheaper than computing it again
 GATHERS_BFLOAT16 = False
 SOLVES_ROWS = True  # a row's pairs stay in the cache
+_SUMS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
 _TILE_BYTES = 1 << 19  # half of a usual second-level cache
 _TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks for the threads
 _REUSE = 16  # pairs in a task for each row that they may gather, likewise: of 2, half the time is spent reading rows
@@ -94,7 +97,7 @@ def _solve(
         starts, _np(others), None if position is None else _np(position), _np(x), _np(c), _np(B), _np(rows.pull),
         _np(rows.weight), _np(rows.spectrum), _np(rows.shift), rows.steps, rows.tolerance**2, _out(rows.y), norms,
     )  # fmt: skip
-    torch_runtime.parallel_for(lambda first, last: solve_rows(first, last, *arguments), bounds)
+    torch_runtime.parallel_for(lambda first, last: _solve_rows(first, last, *arguments), bounds)
     return torch.tensor(norms.sum())
 
 
@@ -181,7 +184,7 @@ def _out(tensor: Tensor) -> NDArray[Any]:
     return tensor.numpy()
 
 
-@compiled(fastmath=SUMS, nogil=True)
+@compiled(fastmath=_SUMS, nogil=True)
 def _dot(a, b):  # type: ignore[no-untyped-def]  # pragma: no cover
     total = 0.0
     for e in range(a.shape[0]):
@@ -189,7 +192,7 @@ def _dot(a, b):  # type: ignore[no-untyped-def]  # pragma: no cover
     return total
 
 
-@compiled(fastmath=SUMS, inline="always")
+@compiled(fastmath=_SUMS, inline="always")
 def _dots_run(e, stop, columns, a, B, x):  # type: ignore[no-untyped-def]  # pragma: no cover
     zero, k = x.dtype.type(0), a.shape[0]
     while e + 4 <= stop:
@@ -210,7 +213,7 @@ def _dots_run(e, stop, columns, a, B, x):  # type: ignore[no-untyped-def]  # pra
         e += 1
 
 
-@compiled(fastmath=SUMS, inline="always")
+@compiled(fastmath=_SUMS, inline="always")
 def _sum_run(e, stop, columns, x, position, B, total):  # type: ignore[no-untyped-def]  # pragma: no cover
     k = total.shape[0]
     while e + 4 <= stop:
@@ -229,7 +232,7 @@ def _sum_run(e, stop, columns, x, position, B, total):  # type: ignore[no-untype
         e += 1
 
 
-@compiled(fastmath=SUMS, inline="always")
+@compiled(fastmath=_SUMS, inline="always")
 def _curvature_run(e, stop, columns, c, p, w, Q, H, z, total):  # type: ignore[no-untyped-def]  # pragma: no cover
     zero, k = z.dtype.type(0), total.shape[0]
     while e + 4 <= stop:
@@ -266,7 +269,7 @@ def _run_end(e, last, columns, end):  # type: ignore[no-untyped-def]  # pragma: 
     return e
 
 
-@compiled(fastmath=SUMS, nogil=True)
+@compiled(fastmath=_SUMS, nogil=True)
 def _dots(low, high, tile, rows, starts, columns, A, B, x):  # type: ignore[no-untyped-def]  # pragma: no cover
     at = starts[low:high].copy()
     for end in range(tile, B.shape[0] + tile, tile):
@@ -278,7 +281,7 @@ def _dots(low, high, tile, rows, starts, columns, A, B, x):  # type: ignore[no-u
                 at[s - low] = stop
 
 
-@compiled(fastmath=SUMS, nogil=True)
+@compiled(fastmath=_SUMS, nogil=True)
 def _row_sum(low, high, tile, rows, starts, lines, columns, x, position, B, out, carry):  # type: ignore[no-untyped-def]  # pragma: no cover
     at = starts[low:high].copy()
     for end in range(tile, B.shape[0] + tile, tile):
@@ -291,7 +294,7 @@ def _row_sum(low, high, tile, rows, starts, lines, columns, x, position, B, out,
                 at[s - low] = stop
 
 
-@compiled(fastmath=SUMS, nogil=True)
+@compiled(fastmath=_SUMS, nogil=True)
 def _curvature_left(low, high, tile, rows, starts, lines, columns, c, P, W, Q, H, z, out, carry):  # type: ignore[no-untyped-def]  # pragma: no cover
     at = starts[low:high].copy()
     for end in range(tile, Q.shape[0] + tile, tile):
@@ -303,3 +306,102 @@ def _curvature_left(low, high, tile, rows, starts, lines, columns, c, P, W, Q, H
                 total = out[i] if lines[s] < 0 else carry[lines[s]]
                 _curvature_run(e, stop, columns, c, P[i], W[i], Q, H, z, total)
                 at[s - low] = stop
+
+
+@compiled(fastmath=_SUMS, inline="always")
+def _row_product(start, stop, others, position, c, B, p, out):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """out += Σ_e c_e b_e b_eᵀ p."""
+    zero, k, e = out.dtype.type(0), p.shape[0], start
+    while e + 4 <= stop:
+        b0, b1, b2, b3 = B[others[e]], B[others[e + 1]], B[others[e + 2]], B[others[e + 3]]
+        s0, s1, s2, s3 = zero, zero, zero, zero
+        for t in range(k):
+            s0 += b0[t] * p[t]
+            s1 += b1[t] * p[t]
+            s2 += b2[t] * p[t]
+            s3 += b3[t] * p[t]
+        if position is None:
+            s0, s1, s2, s3 = s0 * c[e], s1 * c[e + 1], s2 * c[e + 2], s3 * c[e + 3]
+        else:
+            s0, s1 = s0 * c[position[e]], s1 * c[position[e + 1]]
+            s2, s3 = s2 * c[position[e + 2]], s3 * c[position[e + 3]]
+        for t in range(k):
+            out[t] += s0 * b0[t] + s1 * b1[t] + s2 * b2[t] + s3 * b3[t]
+        e += 4
+    while e < stop:
+        b, s = B[others[e]], zero
+        for t in range(k):
+            s += b[t] * p[t]
+        s *= c[e] if position is None else c[position[e]]
+        for t in range(k):
+            out[t] += s * b[t]
+        e += 1
+
+
+@compiled(fastmath=_SUMS, inline="always")
+def _add_row(start, stop, others, position, x, c, B, total, squares):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """total += Σ_e x_e b_e and squares += Σ_e c_e b_e ∘ b_e."""
+    k, e = total.shape[0], start
+    while e + 4 <= stop:
+        b0, b1, b2, b3 = B[others[e]], B[others[e + 1]], B[others[e + 2]], B[others[e + 3]]
+        if position is None:
+            e0, e1, e2, e3 = e, e + 1, e + 2, e + 3
+        else:
+            e0, e1, e2, e3 = position[e], position[e + 1], position[e + 2], position[e + 3]
+        x0, x1, x2, x3 = x[e0], x[e1], x[e2], x[e3]
+        c0, c1, c2, c3 = c[e0], c[e1], c[e2], c[e3]
+        for t in range(k):
+            total[t] += x0 * b0[t] + x1 * b1[t] + x2 * b2[t] + x3 * b3[t]
+            squares[t] += c0 * b0[t] * b0[t] + c1 * b1[t] * b1[t] + c2 * b2[t] * b2[t] + c3 * b3[t] * b3[t]
+        e += 4
+    while e < stop:
+        b, e0 = B[others[e]], e if position is None else position[e]
+        for t in range(k):
+            total[t] += x[e0] * b[t]
+            squares[t] += c[e0] * b[t] * b[t]
+        e += 1
+
+
+@compiled(fastmath=_SUMS, nogil=True)
+def _solve_rows(  # type: ignore[no-untyped-def]  # pragma: no cover
+    low, high, starts, others, position, x, c, B, pull, weight, spectrum, shift, steps, least, result, norms
+):
+    """Solve rows ``low`` to ``high``: steps over ``result``, the squares of their gradients' norms in ``norms``."""
+    k, zero, one = B.shape[1], B.dtype.type(0), B.dtype.type(1)
+    own = np.empty((6, k), B.dtype)
+    base, inverse, r, z, p, Ap = own[0], own[1], own[2], own[3], own[4], own[5]
+    for i in range(low, high):
+        s, pulled = result[i], pull[i if len(pull) > 1 else 0]
+        for t in range(k):
+            base[t] = weight[i] * spectrum[t] + shift[i]
+            inverse[t], r[t], s[t] = base[t], base[t] * s[t] - weight[i] * pulled[t], zero
+        _add_row(starts[i], starts[i + 1], others, position, x, c, B, r, inverse)
+        square, rz = 0.0, zero
+        for t in range(k):
+            square += np.float64(r[t]) * r[t]
+            inverse[t] = one / max(inverse[t], shift[i])
+            r[t] = -r[t]
+            z[t] = inverse[t] * r[t]
+            p[t] = z[t]
+            rz += r[t] * z[t]
+        norms[i], enough = square, least * rz
+        for _ in range(steps):
+            if not rz > enough:
+                break
+            for t in range(k):
+                Ap[t] = base[t] * p[t]
+            _row_product(starts[i], starts[i + 1], others, position, c, B, p, Ap)
+            bend = zero
+            for t in range(k):
+                bend += p[t] * Ap[t]
+            if not bend > zero:
+                break
+            size, after = rz / bend, zero
+            for t in range(k):
+                s[t] += size * p[t]
+                r[t] -= size * Ap[t]
+                z[t] = inverse[t] * r[t]
+                after += r[t] * z[t]
+            turn, rz = after / rz, after
+            for t in range(k):
+                p[t] = z[t] + turn * p[t]

@@ -15,14 +15,13 @@ from torch import Tensor
 from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels import programs as p
 from gramtower.engine.kernels import reference
-from gramtower.engine.kernels.activations import ELU, Activation
+from gramtower.engine.kernels.elementwise import ELU, Activation, LossTerms, Observed, Scored, loss_left_from_scores
 from gramtower.engine.kernels.layout import Order, Pieces, left_order, remember, right_order
-from gramtower.engine.kernels.losses import LossTerms, Observed, Scored, loss_left_from_scores
-from gramtower.engine.kernels.row_systems import RowSystems, solve_batched
 
 SLOPES_FROM_OUTPUTS = True  # φ′ costs nothing in a pass that reads the output anyway
 GATHERS_BFLOAT16 = True
 SOLVES_ROWS = False  # a gradient of all rows takes no longer than a step of these
+solve_left, solve_right = reference.solve_left, reference.solve_right
 
 # Numbers gathered by a program at a time, as measured on an H200 with rows of 128.
 _TILE, _DOT_TILE, _TWO_TILES, _TWO_BFLOAT16_TILES = 2048, 1024, 512, 1024
@@ -81,14 +80,6 @@ class _Fused:
     value: Tensor
     slopes: Tensor
     curvatures: Tensor
-
-
-def solve_left(pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor:
-    return solve_batched(rows, x, c, lambda D: dots(pairs, D, B), lambda z, E, out: left_sum(pairs, z, E, out), B)
-
-
-def solve_right(pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor:
-    return solve_batched(rows, x, c, lambda D: dots(pairs, A, D), lambda z, E, out: right_sum(pairs, z, E, out), A)
 
 
 def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels import Kernels
+from gramtower.engine.kernels.elementwise import LossTerms, Observed
 from gramtower.engine.kernels.layout import Order
-from gramtower.engine.kernels.losses import LossTerms, Observed
-from gramtower.engine.kernels.row_systems import RowSystems
+from gramtower.engine.kernels.reference import RowSystems
 from gramtower.engine.objective.constants import PairConstants, Side
 from gramtower.engine.towers.linearization import Linearization
 

@@ -27,7 +27,7 @@ from gramtower.data.pairs import Pairs
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import select
-from gramtower.engine.kernels.losses import Loss, LossTerms
+from gramtower.engine.kernels.elementwise import Loss, LossTerms
 from gramtower.engine.objective.gramians import column_sums, gram
 
 Numbers: TypeAlias = NDArray[np.floating[Any]]

@@ -28,7 +28,7 @@ from functools import cached_property
 
 from gramtower._util.host import BlockPlan, readable
 from gramtower.engine.kernels import layout
-from gramtower.engine.kernels.losses import LOSS_CHUNK
+from gramtower.engine.kernels.elementwise import LOSS_CHUNK
 
 _CPU_BLOCK = 1 << 13  # rows that a tower works on; each block goes through a first layer's matrix
 _GRAPHED = 1 << 30  # bytes of parameters, activations and pairs above which launches no longer matter

@@ -31,7 +31,7 @@ from gramtower.data.matrices import SparseMatrix, extremes
 from gramtower.data.pairs import from_sparse, sorting_bytes
 from gramtower.distributed.shards import Shards, unsharded
 from gramtower.engine.kernels import BACKENDS, layout, select
-from gramtower.engine.kernels.losses import Loss, as_loss
+from gramtower.engine.kernels.elementwise import Loss, as_loss
 from gramtower.engine.objective.blocks import LeftRows, PairBlocks
 from gramtower.engine.objective.constants import (
     Constants,

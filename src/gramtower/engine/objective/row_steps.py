@@ -4,7 +4,7 @@
 
 is row i's block of the Gauss-Newton matrix (eq:general_G) if the left embeddings are a table of their own, and likewise
 on the right. In the eigenbasis of Q_c everything except the observed pairs is diagonal, so that a row needs no k × k
-matrix, only two to four steps of conjugate gradient over its pairs (kernels/row_systems.py). If labels are fitted, the
+matrix, only two to four steps of conjugate gradient over its pairs (kernels/reference.py). If labels are fitted, the
 right rows are centred and their steps keep their mean: b_j times the mean gradient is subtracted from each gradient.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gramtower.engine.kernels import select
-from gramtower.engine.kernels.row_systems import RowSystems
+from gramtower.engine.kernels.reference import RowSystems
 from gramtower.engine.objective.blocks import LeftBlock
 from gramtower.engine.objective.gramians import column_sums
 from gramtower.engine.objective.problem import Problem

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from gramtower.engine.kernels.activations import TABLE, Activation, activation_of
+from gramtower.engine.kernels.elementwise import TABLE, Activation, activation_of
 from gramtower.engine.towers.branches import Columns, Concat, Graph, Node, Product, Sum
 from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, Normalise, Scale
 from gramtower.engine.towers.opaque import Opaque, call_with

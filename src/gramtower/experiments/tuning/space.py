@@ -23,8 +23,7 @@ import scipy.sparse as sp
 from gramtower._util import checks as check
 from gramtower._util.checks import check_hidden, hidden_text, parse_hidden
 from gramtower.data.sources import read_toml
-from gramtower.engine.kernels.activations import make_activation
-from gramtower.engine.kernels.losses import LOSSES
+from gramtower.engine.kernels.elementwise import LOSSES, make_activation
 
 Value = float | int | str
 LOGARITHMIC = ("omega", "l2", "penalty")
