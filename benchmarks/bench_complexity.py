@@ -35,7 +35,7 @@ from common import best_seconds, write_result
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import select
-from gramtower.engine.objective.gramians import gram
+from gramtower.engine.objective.formulas import gram
 from gramtower.engine.towers.linearization import Work
 from gramtower.optim.stochastic import Blocks, Subsets
 

@@ -7,7 +7,7 @@ import torch
 from test_engine import relative
 
 from gramtower.engine.objective import gramians
-from gramtower.engine.objective.gramians import _ROWS, column_sums, gram, square_norms
+from gramtower.engine.objective.formulas import _ROWS, column_sums, gram, square_norms
 
 
 @pytest.mark.parametrize("rows", [1, 7, _ROWS, _ROWS + 1, 2 * _ROWS + 13])

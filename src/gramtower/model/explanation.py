@@ -47,7 +47,7 @@ from gramtower._util import checks as check
 from gramtower.data.ids import Key
 from gramtower.data.tables import FeaturesLike
 from gramtower.engine.kernels.elementwise import ACTIVATIONS, LossTerms, Scored, as_loss
-from gramtower.engine.objective.gramians import column_sums, gram
+from gramtower.engine.objective.formulas import column_sums, gram
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.model import defaults

@@ -25,7 +25,8 @@ from gramtower.engine.kernels import Kernels
 from gramtower.engine.kernels.elementwise import LossTerms, Observed
 from gramtower.engine.kernels.layout import Order
 from gramtower.engine.kernels.reference import RowSystems
-from gramtower.engine.objective.constants import PairConstants, Side
+from gramtower.engine.objective.constants import PairConstants
+from gramtower.engine.objective.formulas import Side
 from gramtower.engine.towers.linearization import Linearization
 
 _PER_PAIR = ("labels", "pair_weight", "loss_weight", "imputed")  # of LossTerms, as far as they are tensors

@@ -28,7 +28,7 @@ from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import select
 from gramtower.engine.kernels.elementwise import Loss, LossTerms
-from gramtower.engine.objective.gramians import column_sums, gram
+from gramtower.engine.objective.formulas import Side, column_sums
 
 Numbers: TypeAlias = NDArray[np.floating[Any]]
 WeightsLike: TypeAlias = str | Sequence[float] | NDArray[np.generic] | Tensor | None  # accepted as weights of entities
@@ -53,51 +53,6 @@ class ProblemData(Protocol):
     precision: str
     pair_precision: str
     kernels: str
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side's entities."""
-
-    weight: Tensor | None  # a (left) or b (right), None for ones
-    penalty: Tensor | None  # μ c, None without a penalty on embeddings
-    # P̃ (left) or Q̃ (right), rows × r; or the one number that all rows of a rank-one factor hold
-    imputed: Tensor | float
-
-    def rows(self, start: int, stop: int) -> Side:
-        """A range of the entities, as views."""
-        part = slice(start, stop)
-        return Side(_rows(self.weight, part), _rows(self.penalty, part), _factor(self.imputed, part))
-
-    def sampled(self, rows: Tensor, factor: Tensor, penalty_factor: Tensor | float) -> Side:
-        """Some of the entities, with weights and penalties multiplied."""
-        weight = factor if self.weight is None else factor * self.weight[rows]
-        penalty = None if self.penalty is None else self.penalty[rows] * penalty_factor
-        return Side(weight, penalty, _factor(self.imputed, rows))
-
-    def cross_gramian(self, embeddings: Tensor) -> Tensor:
-        """P̂_c = P̃ᵀAP, r × k in float64 (eq:gramian)."""
-        if isinstance(self.imputed, Tensor):
-            return gram(self.imputed, embeddings, self.weight)
-        return self.imputed * column_sums(embeddings, self.weight)[None, :]
-
-    def subtract_imputed(self, matrix: Tensor, out: Tensor) -> None:
-        """out −= P̃ matrix, with an r × k matrix."""
-        if isinstance(self.imputed, Tensor):
-            out.addmm_(self.imputed, matrix, alpha=-1.0)
-        else:
-            out.sub_(matrix[0], alpha=self.imputed)
-
-    def imputed_product(self, matrix: Tensor) -> Tensor:
-        """P̃ matrix with an r × k matrix: rows × k, or one row for all where they are equal."""
-        return self.imputed @ matrix if isinstance(self.imputed, Tensor) else self.imputed * matrix[:1]
-
-    def imputed_gramian(self, rows: int) -> Tensor:
-        """P̃_c = P̃ᵀAP̃, r × r in float64."""
-        if isinstance(self.imputed, Tensor):
-            return gram(self.imputed, self.imputed, self.weight)
-        total = float(rows) if self.weight is None else float(self.weight.double().sum())
-        return torch.full((1, 1), self.imputed * self.imputed * total, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -211,14 +166,6 @@ def _check_range(problem: ProblemData, dtype: torch.dtype) -> None:
                 most = max(abs(float(extreme)) for extreme in extremes(part))
             if part is not None and not most <= torch.finfo(dtype).max:
                 check.fits(name, part, dtype)
-
-
-def _rows(tensor: Tensor | None, rows: slice) -> Tensor | None:
-    return None if tensor is None else tensor[rows]
-
-
-def _factor(imputed: Tensor | float, rows: slice | Tensor) -> Tensor | float:
-    return imputed[rows] if isinstance(imputed, Tensor) else imputed
 
 
 def _tensor(array: Numbers | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:

@@ -18,8 +18,7 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util.torch_runtime import products_in
 from gramtower.engine.objective.blocks import LeftBlock
-from gramtower.engine.objective.formulas import output_curvature
-from gramtower.engine.objective.gramians import gram
+from gramtower.engine.objective.formulas import gram, output_curvature
 from gramtower.engine.objective.operators import EAGER, Executor, LinearOperator
 from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.parameters import Parameters

@@ -263,7 +263,7 @@ class Footprint:
         return self.item * self.columns * lines
 
     def gramian(self, rows: int) -> int:
-        """Buffers of a Gramian of so many rows on a GPU (gramians.py)."""
+        """Buffers of a Gramian of so many rows on a GPU (formulas.gram)."""
         k, most = self.columns, 1 << 24
         weighted = min(rows * k, 4 * most) if self.weighted else 0
         return 0 if self.on_cpu else self.item * (min(rows * k * k // 2048, most) + weighted)

@@ -16,7 +16,7 @@ from torch import Tensor
 from gramtower.engine.kernels import select
 from gramtower.engine.kernels.reference import RowSystems
 from gramtower.engine.objective.blocks import LeftBlock
-from gramtower.engine.objective.gramians import column_sums
+from gramtower.engine.objective.formulas import column_sums
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.towers import Towers

@@ -26,8 +26,7 @@ from gramtower.distributed.group import Pending
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.objective.blocks import LeftBlock, LeftRows
 from gramtower.engine.objective.constants import Constants
-from gramtower.engine.objective.formulas import SideSums, output_gradient, pair_moments, side_sums, value_terms
-from gramtower.engine.objective.gramians import gram
+from gramtower.engine.objective.formulas import SideSums, gram, output_gradient, pair_moments, side_sums, value_terms
 from gramtower.engine.towers.linearization import Linearization, Work
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
