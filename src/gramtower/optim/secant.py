@@ -32,9 +32,8 @@ from torch import Tensor
 
 from gramtower.distributed.shards import Sharded
 from gramtower.engine.objective.kronecker import Kronecker
-from gramtower.engine.objective.operators import LinearOperator
 from gramtower.engine.objective.point import Point
-from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.parameters import LinearOperator, Parameters
 from gramtower.optim.descent import Damping, Direction, DirectionResult, State, StepResult, vector, vectors
 
 

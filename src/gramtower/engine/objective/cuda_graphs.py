@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from gramtower._util.torch_runtime import SideStream
-from gramtower.engine.objective.gauss_newton import GaussNewton
-from gramtower.engine.objective.operators import Damped, Executor, Factored
+from gramtower.engine.objective.gauss_newton import Executor, Factored, GaussNewton
 from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters
@@ -252,6 +251,6 @@ class GraphExecutor(Executor):
         """∇L."""
         return self._slot.gradient()
 
-    def product(self, G: Damped, d: Parameters, out: Parameters) -> Parameters:
+    def product(self, G: GaussNewton, d: Parameters, out: Parameters) -> Parameters:
         """G d, written over ``out``."""
         return self._slot.product(d, G.damping, out)

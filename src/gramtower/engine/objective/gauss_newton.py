@@ -6,11 +6,15 @@
 
 H and H_c come first; then for each block of left rows W, U and Z, pulled back immediately; then W_c and V. Cost: one
 jvp and one vjp of each tower, two passes over O and O((m+n)k²); no forward pass if left rows are resident.
+
+An :class:`Executor` runs the work of a point: kernel by kernel here, replayed from CUDA graphs in cuda_graphs.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +23,45 @@ from gramtower._util import checks as check
 from gramtower._util.torch_runtime import products_in
 from gramtower.engine.objective.blocks import LeftBlock
 from gramtower.engine.objective.formulas import gram, output_curvature
-from gramtower.engine.objective.operators import EAGER, Executor, LinearOperator
 from gramtower.engine.objective.value_and_gradient import Evaluation
-from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.parameters import LinearOperator, Parameters
+
+
+class Factored(Protocol):
+    """A preconditioner as an executor sees it."""
+
+    def compute(self, d: Parameters, out: Parameters) -> Parameters:
+        """The product, kernel by kernel."""
+
+    def tensors(self) -> list[Tensor]:
+        """What it is made of, always in the same order."""
+
+    def copy(self) -> Factored:
+        """A deep copy."""
+
+
+class Executor:
+    """Runs everything kernel by kernel."""
+
+    def gradient(self, compute: Callable[[], Parameters]) -> Parameters:
+        """∇L."""
+        return compute()
+
+    def product(self, G: GaussNewton, d: Parameters, out: Parameters) -> Parameters:
+        """G d, written over ``out``."""
+        return G.compute(d, out)
+
+    @property
+    def unbound(self) -> Executor:
+        """What runs operators that do not belong to one evaluation, such as preconditioners."""
+        return self
+
+    def apply(self, M: Factored, r: Parameters, out: Parameters) -> Parameters:
+        """M r, written over ``out``."""
+        return M.compute(r, out)
+
+
+EAGER = Executor()
 
 
 class GaussNewton(LinearOperator):

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from gramtower.distributed.shards import Sharded
-from gramtower.engine.objective.operators import EAGER, Executor, LinearOperator
+from gramtower.engine.objective.gauss_newton import EAGER, Executor
 from gramtower.engine.objective.value_and_gradient import Evaluation, Moments
 from gramtower.engine.towers.factors import tower_factors
 from gramtower.engine.towers.layer_factors import Factor, Factors, clamped_spectrum
-from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.parameters import LinearOperator, Parameters
 
 SIDES = ("left", "right")
 

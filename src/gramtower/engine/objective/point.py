@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower.engine.objective.gauss_newton import GaussNewton
+from gramtower.engine.objective.gauss_newton import EAGER, Executor, GaussNewton
 from gramtower.engine.objective.kronecker import SIDES, Kronecker, kronecker
-from gramtower.engine.objective.operators import EAGER, Executor
 from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters, as_parameters
