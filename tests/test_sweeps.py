@@ -11,7 +11,7 @@ import torch
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
-from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Point
 from gramtower.engine.towers.towers import clone
 from gramtower.optim.sweeps import Sweeps
 

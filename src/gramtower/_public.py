@@ -9,7 +9,7 @@ from gramtower.data.interactions import Interactions as Interactions
 from gramtower.data.interactions import PairSamples as PairSamples
 from gramtower.data.tables import FeatureTable as FeatureTable
 from gramtower.engine.kernels.elementwise import Loss as Loss
-from gramtower.engine.objective.point import Point as Point
+from gramtower.engine.objective.problem import Point as Point
 from gramtower.engine.objective.problem import Problem as Problem
 from gramtower.engine.towers.layers import InputLinear as InputLinear
 from gramtower.engine.towers.mlp import mlp_towers as mlp_towers

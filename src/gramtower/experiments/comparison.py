@@ -25,8 +25,7 @@ from typing import Any
 
 from gramtower._util import checks as check
 from gramtower._util.schema import build, fits
-from gramtower.engine.objective.point import Point
-from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.experiments.machine import OthersBusy, environment
 from gramtower.experiments.run_store import RunStore

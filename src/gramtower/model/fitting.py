@@ -26,8 +26,7 @@ from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
 from gramtower.distributed.partition import Shard, read_manifest
 from gramtower.engine.objective.cuda_graphs import return_memory
-from gramtower.engine.objective.point import Point
-from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.problem import Point, Problem
 from gramtower.model.feature_spec import Both, GivenFeatures
 from gramtower.model.fit_data import FitData, FitPairs, hold_out, own_pairs, prepare_data, rejoined
 from gramtower.model.fit_parts import (

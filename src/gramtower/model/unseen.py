@@ -33,7 +33,7 @@ from gramtower.distributed.group import Group, current_group
 from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.kernels import select
-from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Point
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.engine.towers.mlp import undrawn_towers
 from gramtower.engine.towers.parameters import Parameters

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from gramtower.distributed.shards import Sharded
-from gramtower.engine.objective.point import Point
-from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.conjugate_gradient import conjugate_gradient

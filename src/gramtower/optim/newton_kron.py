@@ -12,7 +12,7 @@ damping is above its initial value after it was far below, or it is far above.
 
 from __future__ import annotations
 
-from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Point
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 from gramtower.optim.descent import Damping, Direction, DirectionResult, State, StepResult, Verdict

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gramtower.distributed.shards import Sharded
 from gramtower.engine.objective.kronecker import Kronecker
-from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Point
 from gramtower.engine.towers.parameters import LinearOperator, Parameters
 from gramtower.optim.descent import Damping, Direction, DirectionResult, State, StepResult, vector, vectors
 

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower.engine.objective.point import Point
-from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.objective.subsampling import Gramians, block_gradient, subset_gradient, subset_gramians
 from gramtower.engine.towers.parameters import Layout, Parameters
 from gramtower.engine.towers.towers import Towers

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from gramtower._util.host import Vectors
 from gramtower._util.torch_runtime import parallel_for
-from gramtower.engine.objective.point import Point
-from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.objective.row_steps import row_step, solves_rows
 from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.parameters import Parameters

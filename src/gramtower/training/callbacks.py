@@ -26,7 +26,7 @@ import numpy as np
 from gramtower._util import checks as check
 from gramtower._util import html
 from gramtower._util.optional import need
-from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Point
 from gramtower.training.result import Record, Result
 
 _USE = "this callback"  # in errors about missing packages

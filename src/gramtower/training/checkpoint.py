@@ -38,8 +38,7 @@ from gramtower.distributed import shard_files
 from gramtower.distributed.agreement import Digest
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Rows, Sharded, Shards
-from gramtower.engine.objective.point import Point
-from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Layout, Parameters, side_of
 from gramtower.engine.towers.towers import Towers

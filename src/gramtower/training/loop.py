@@ -27,8 +27,7 @@ from gramtower._util import checks as check
 from gramtower._util.host import explained
 from gramtower.distributed.agreement import agree, versions
 from gramtower.distributed.group import Group
-from gramtower.engine.objective.point import Point
-from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers

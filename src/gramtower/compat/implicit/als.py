@@ -39,7 +39,7 @@ from gramtower.compat.implicit import base, objective
 from gramtower.compat.implicit.base import Callback, Factors, Recommender, RowsLike, Seed
 from gramtower.compat.implicit.objective import calculate_loss as calculate_loss
 from gramtower.data.matrices import SparseMatrix
-from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Point
 from gramtower.training.result import Record
 
 Array = NDArray[np.float64]

@@ -20,8 +20,7 @@ from numpy.typing import ArrayLike
 from gramtower._util import checks as check
 from gramtower.compat.implicit.base import Factors, check_csr
 from gramtower.data.matrices import SparseMatrix
-from gramtower.engine.objective.point import Point
-from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.solvers import NewtonKron

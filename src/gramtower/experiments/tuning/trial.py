@@ -27,7 +27,7 @@ from gramtower._util.checks import hidden_text, parse_hidden
 from gramtower.data.interactions import Interactions, PairsLike
 from gramtower.data.tables import FeaturesLike
 from gramtower.engine.objective.constants import degree_power
-from gramtower.engine.objective.point import Point
+from gramtower.engine.objective.problem import Point
 from gramtower.experiments.tuning.space import Value, rescaled_penalty
 from gramtower.model import defaults
 from gramtower.model.fit_data import FitData, aligned, hold_out, matrix_and_ids, prepare_data
