@@ -13,8 +13,8 @@ from test_engine import compare, relative
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import select
+from gramtower.engine.objective import kronecker
 from gramtower.engine.objective.planning import Footprint, Streamed, plan_streaming
-from gramtower.engine.towers import factors
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: pairs are sent to one")
 
@@ -74,7 +74,7 @@ def test_the_preconditioner_is_the_same(tower):
 @pytest.mark.parametrize("kind", FEATURES)
 @pytest.mark.parametrize("tower", ["elu", "linear", "gelu-relu"])
 def test_the_preconditioner_runs_again_what_it_is_estimated_from(tower, kind, monkeypatch):
-    monkeypatch.setattr(factors, "_ROWS", 5)
+    monkeypatch.setattr(kronecker, "_ROWS", 5)
     products, forwards = [], []
     for sweep in (None, Streamed(7, pinned=False)):
         case = make_case(m=30, n=11, tower=tower, kinds=(kind, kind), weights=True, seed=4)

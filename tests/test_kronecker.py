@@ -10,8 +10,8 @@ from torch import nn
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective import kronecker as kronecker_module
-from gramtower.engine.towers.layer_factors import clamped_spectrum
 from gramtower.engine.towers.layers import Elementwise
+from gramtower.engine.towers.steps import clamped_spectrum
 from gramtower.optim.conjugate_gradient import conjugate_gradient
 
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
+from gramtower.engine.objective.kronecker import tower_factors
 from gramtower.engine.towers.branches import Graph
-from gramtower.engine.towers.factors import tower_factors
 from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, Normalise
 from gramtower.engine.towers.opaque import Opaque
 from gramtower.engine.towers.stack import steps

@@ -10,7 +10,7 @@ import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import cpu, reference
 from gramtower.engine.kernels.reference import RowSystems
-from gramtower.engine.objective.row_steps import row_step, solves_rows
+from gramtower.optim.sweeps import row_step, solves_rows
 
 M, N, K = 14, 11, 4
 OPTIONS = {

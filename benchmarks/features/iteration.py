@@ -49,8 +49,8 @@ from gramtower.data import readers
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.features import SparseBlock
 from gramtower.engine.kernels import select
+from gramtower.engine.objective.kronecker import _ROWS as SAMPLED
 from gramtower.engine.objective.problem import Problem
-from gramtower.engine.towers.factors import _ROWS as SAMPLED
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.towers import Towers
 from gramtower.model.fit_data import prepare_data

@@ -11,7 +11,7 @@ inputs a, b, … updates it by
     S_ab ← S_ab + mean(J_a)ᵀ S_jb + S_aj mean(J_b) + mean(J_aᵀ S_jj J_b),     S_ak ← S_ak + mean(J_a)ᵀ S_jk
 
 which is mean(JᵀSJ) of all live results, so that it stays positive semidefinite; for a chain it is the formula of
-factors.py. The terms S_jk of a node without ``pull_mean`` are left out.
+kronecker.py. The terms S_jk of a node without ``pull_mean`` are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch import Tensor
 
 from gramtower.data.features import Block, Features, SparseBlock
 from gramtower.distributed.group import Group
-from gramtower.engine.towers.layer_factors import mean_column, outer
 from gramtower.engine.towers.steps import (
     Change,
     Cotangent,
@@ -37,6 +36,8 @@ from gramtower.engine.towers.steps import (
     Shifted,
     Values,
     materialise,
+    mean_column,
+    outer,
     plain,
 )
 

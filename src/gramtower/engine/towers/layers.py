@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from gramtower._util import checks as check
 from gramtower.data.features import Block, Features, IdBlock, SparseBlock
 from gramtower.engine.kernels.elementwise import TABLE, Activation, activation_of
-from gramtower.engine.towers.layer_factors import column_squares, mean_column, outer
 from gramtower.engine.towers.steps import (
     Change,
     Cotangent,
@@ -28,7 +27,10 @@ from gramtower.engine.towers.steps import (
     Shifted,
     Summed,
     Values,
+    column_squares,
     materialise,
+    mean_column,
+    outer,
     plain,
 )
 

@@ -26,9 +26,8 @@ from gramtower.data.features import Features, IdBlock, SparseBlock
 from gramtower.distributed.group import Group
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.towers.branches import Blocks, Join
-from gramtower.engine.towers.layer_factors import column_squares, outer, root
 from gramtower.engine.towers.layers import InputAffine, InputLinear
-from gramtower.engine.towers.steps import CurvatureContext, Moment, Named, Values
+from gramtower.engine.towers.steps import CurvatureContext, Moment, Named, Values, column_squares, outer, root
 
 
 def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *inputs: object) -> Any:
