@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gramtower.engine.towers.parameters import Layout, Parameters
-from gramtower.optim.conjugate_gradient import conjugate_gradient
+from gramtower.optim.second_order import conjugate_gradient
 
 
 class Matrix:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_engine import relative
 
-from gramtower.engine.objective import gramians
+from gramtower.engine.objective import formulas
 from gramtower.engine.objective.formulas import _ROWS, column_sums, gram, square_norms
 
 
@@ -57,6 +57,6 @@ def test_errors_of_many_blocks_do_not_add_up(seed):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: blocks are made at once on one")
 @pytest.mark.parametrize("room", [1 << 24, 4096, 1])
 def test_on_a_gpu_whatever_room_there_is(room, monkeypatch):
-    monkeypatch.setattr(gramians, "_GPU_BUFFER", room)  # 1: so many columns that not one block has room
+    monkeypatch.setattr(formulas, "_GPU_BUFFER", room)  # 1: so many columns that not one block has room
     A, B = (torch.randn(3 * _ROWS + 5, columns, dtype=torch.float64, device="cuda") for columns in (3, 5))
     assert relative(gram(A, B), A.t() @ B) < 1e-13

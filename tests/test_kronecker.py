@@ -12,7 +12,7 @@ from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective import kronecker as kronecker_module
 from gramtower.engine.towers.layers import Elementwise
 from gramtower.engine.towers.steps import clamped_spectrum
-from gramtower.optim.conjugate_gradient import conjugate_gradient
+from gramtower.optim.second_order import conjugate_gradient
 
 
 def dense_of(operator):

@@ -15,7 +15,7 @@ import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective.subsampling import subset_gradient, subset_gramians
 from gramtower.optim.descent import Diagonal
-from gramtower.optim.secant import LimitedMemory
+from gramtower.optim.second_order import LimitedMemory
 from gramtower.optim.solvers import SOLVERS, as_solver
 from gramtower.optim.stochastic import Subsets
 

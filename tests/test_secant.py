@@ -14,9 +14,9 @@ import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective import kronecker
 from gramtower.engine.towers.towers import clone
-from gramtower.optim import newton_kron
+from gramtower.optim import second_order
 from gramtower.optim.descent import Damping, StepResult, Verdict
-from gramtower.optim.secant import KroneckerSecant, Pair, inverse_product
+from gramtower.optim.second_order import KroneckerSecant, Pair, inverse_product
 
 SECANT = gt.optim.NewtonKron(sweeps=0)  # tables on a CPU are swept otherwise
 
@@ -341,7 +341,7 @@ def test_damping_is_outgrown_above_its_start_after_it_was_far_below_or_far_above
 @pytest.fixture
 def soon(monkeypatch):
     """Networks go over to secants in the second iteration."""
-    monkeypatch.setattr(newton_kron, "_FAR_ABOVE", 1e-6)
+    monkeypatch.setattr(second_order, "_FAR_ABOVE", 1e-6)
 
 
 @pytest.mark.usefixtures("soon")

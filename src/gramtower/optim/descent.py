@@ -5,10 +5,9 @@
 
     Steepest   s = −∇L                                     (eq:grad_dir)
     Diagonal   s = −(μI + M)^(−½) ∇L,  M ← M + diag(∇L)²   (eq:diag_scaling)
-    NewtonCG   G s = −∇L to a relative residual ξ          (eq:general_ls)
 
-secant.py has limited-memory BFGS, newton_kron.py and secant.py have the preconditioned directions, stochastic.py the
-methods with estimated gradients; solvers.py lists the parts of each optimizer.
+second_order.py has the directions by Gauss-Newton and secant pairs, stochastic.py the methods with estimated gradients;
+solvers.py lists the parts of each optimizer.
 
 Every part has ``state`` and ``restore``, which is all that a checkpoint needs. Parts replace their tensors and never
 write into them, so that a state is a snapshot. The type of a value determines how processes divide it: Parameters are
@@ -29,7 +28,6 @@ from gramtower.distributed.shards import Sharded
 from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
-from gramtower.optim.conjugate_gradient import conjugate_gradient
 
 State = dict[str, Any]  # Parameters, Sharded and plain tensors, numbers, text, or JSON-like values made of them
 Stored = Parameters | Sharded | Tensor
@@ -356,17 +354,3 @@ class Diagonal(FirstOrder):
 
     def restore(self, state: State) -> None:
         self.squares = vector(state, "squares")
-
-
-class NewtonCG(Direction):
-    """The paper's Gauss-Newton direction by plain conjugate gradient to a relative residual ξ = ``cg_tolerance``."""
-
-    def __init__(self, cg_tolerance: float, cg_max_steps: int) -> None:
-        self.tolerance, self.max_steps = cg_tolerance, cg_max_steps
-
-    def find(self, gradient: Parameters, point: Point) -> DirectionResult:
-        """G s ≈ −∇L."""
-        result = conjugate_gradient(
-            point.gauss_newton(), gradient.scale_(-1.0), tolerance=self.tolerance, max_steps=self.max_steps
-        )
-        return DirectionResult(result.s, result.steps, result.model, slope=result.slope)

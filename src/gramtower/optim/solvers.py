@@ -17,9 +17,8 @@ from typing import Any, ClassVar, TypeVar
 from gramtower._util import checks as check
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
-from gramtower.optim.descent import Backtracking, Damping, Descent, Diagonal, FirstOrder, Method, NewtonCG, Steepest
-from gramtower.optim.newton_kron import KroneckerDirection, KroneckerNewton
-from gramtower.optim.secant import KroneckerSecant, LimitedMemory
+from gramtower.optim.descent import Backtracking, Damping, Descent, Diagonal, FirstOrder, Method, Steepest
+from gramtower.optim.second_order import KroneckerDirection, KroneckerNewton, KroneckerSecant, LimitedMemory, NewtonCG
 from gramtower.optim.stochastic import Blocks, Sampled, Source, Subsets
 from gramtower.optim.sweeps import Sweeps, SweepsFirst
 
@@ -136,9 +135,9 @@ class Newton(_Searched):
 class NewtonKron(Solver):
     """The optimizer "newton-kron", the default: second-order steps with a Kronecker preconditioner.
 
-    Damped Gauss-Newton by conjugate gradient (newton_kron.py), or secant steps with the same preconditioner (secant.py)
-    if both towers are linear in their parameters, and when the Gauss-Newton model becomes inaccurate. Two embedding
-    tables on a CPU are solved row by row (sweeps.py).
+    Damped Gauss-Newton by conjugate gradient, or secant steps with the same preconditioner if both towers are linear in
+    their parameters, and when the Gauss-Newton model becomes inaccurate (second_order.py). Two embedding tables on a
+    CPU are solved row by row (sweeps.py).
 
     Args:
         damping: initial damping of conjugate gradient; secant steps start without damping.

@@ -1,11 +1,20 @@
-"""Secant methods: limited-memory BFGS, and the secant steps of `newton-kron` over the Kronecker preconditioner.
+"""Second-order directions: Gauss-Newton by conjugate gradient, limited-memory BFGS, and those of `newton-kron`.
+
+Conjugate gradient for G s = b (Appendix, Alg. "Conjugate gradient procedures") differs from the textbook in two ways:
+it returns the residual, from which the caller gets sᵀGs without another product, and it can stop when the quadratic
+model hardly decreases (Martens, 2010, Section 4.4). Without a preconditioner it stalls on all-pairs problems: the
+curvature along the mean of all embeddings is millions of times λ. The Kronecker preconditioner
+(engine/objective/kronecker.py) handles that direction in closed form. Levenberg-Marquardt damping is added to G and to
+the preconditioner: it is increased when the actual decrease at the full step is below the quadratic model's prediction,
+and reduced when they agree.
 
 A secant pair is a step s and the change y of the gradient along it. Limited-memory BFGS (Nocedal and Wright, "Numerical
 Optimization", Alg. 7.4) multiplies its inverse H with a vector in four passes over θ for each pair.
 
-Secant steps are for towers that are linear in their parameters. Near a minimum the Hessian differs from the
-Gauss-Newton matrix by the slopes of all pairs, so that Gauss-Newton converges only linearly if the model does not fit
-the data. A gradient costs no more than a conjugate gradient step and contains the true curvature along the last steps:
+Secant steps of `newton-kron` are for towers that are linear in their parameters, with as many pairs as fit in memory.
+Near a minimum the Hessian differs from the Gauss-Newton matrix by the slopes of all pairs, so that Gauss-Newton
+converges only linearly if the model does not fit the data. A gradient costs no more than a conjugate gradient step and
+contains the true curvature along the last steps:
 
     s = −H ∇L,   H the inverse of limited-memory BFGS with γM instead of a multiple of the identity
 
@@ -17,24 +26,114 @@ starts at zero and is increased when the decrease at the full step is less than 
 
 The first iterations move one side at a time, s = −M∇L on the left, then on the right, as alternating least squares
 does: from small random embeddings both sides together start next to a saddle point, while each side is a convex
-problem. A side that starts at zero moves first. Without memory for a pair all iterations are of this kind.
+problem. A side that starts at zero moves first. Without memory for a pair all iterations are of this kind. Memory: two
+vectors of θ's size for each pair and five more during a step; three in all while one side moves at a time.
 
-Memory: two vectors of θ's size for each pair and five more during a step; three in all while one side moves at a time.
+Other towers switch to secant steps, if there is memory for a pair, when the quadratic model fails: damping is above its
+initial value after it was far below, or it is far above.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from gramtower.distributed.shards import Sharded
 from gramtower.engine.objective.kronecker import Kronecker
 from gramtower.engine.objective.problem import Point
 from gramtower.engine.towers.parameters import LinearOperator, Parameters
-from gramtower.optim.descent import Damping, Direction, DirectionResult, State, StepResult, vector, vectors
+from gramtower.optim.descent import Damping, Direction, DirectionResult, State, StepResult, Verdict, vector, vectors
+
+
+@dataclass
+class CGResult:
+    """The outcome of conjugate gradient."""
+
+    s: Parameters  # the solution
+    residual: Parameters  # b − G s
+    steps: int  # number of products with G
+    model: float  # ½ sᵀGs − bᵀs, the value of the quadratic model; never positive
+    slope: float  # −bᵀs
+    converged: bool  # whether it stopped before the limit of steps
+
+
+def conjugate_gradient(
+    G: LinearOperator,
+    b: Parameters,
+    *,
+    tolerance: float = 0.1,
+    max_steps: int = 30,
+    preconditioner: LinearOperator | None = None,
+    progress: float = 0.0,
+) -> CGResult:
+    """Solve G s = b approximately from s = 0.
+
+    Args:
+        G: the matrix, symmetric and positive definite.
+        b: the right-hand side; it is overwritten with the residual.
+        tolerance: ξ; stop when the residual's norm is at most ξ times that of b (in the preconditioner's norm).
+        max_steps: largest number of products with G.
+        preconditioner: M ≈ G⁻¹.
+        progress: stop when five steps lower the model by less than this fraction of its depth; 0 disables this.
+    """
+    s, r, buffer = b.zeros(), b, b.empty()  # the buffer holds G d, then M r
+
+    def preconditioned() -> Parameters:
+        return r if preconditioner is None else preconditioner.product(r, buffer)
+
+    z = preconditioned()
+    d = z.clone()
+    gamma = r.inner(z)
+    now = first = float(gamma)
+    depths = [0.0]
+    steps = 0
+    while steps < max_steps and now > 0:
+        Gd = G.product(d, buffer)
+        curvature = d.inner(Gd)
+        steps += 1
+        t = torch.where(curvature > 0, gamma / curvature, 0.0)
+        s.axpy_(t, d)
+        r.axpy_(-t, Gd)
+        z = preconditioned()
+        gamma, before = r.inner(z), gamma
+        # This is the only synchronisation with a GPU in a step.
+        curved, drop, now = torch.stack([curvature, 0.5 * t * before, gamma]).tolist()
+        if not curved > 0:  # rounding, or a matrix that is not positive definite; t was 0
+            break
+        depths.append(depths[-1] - drop)  # each step lowers the model by tγ/2
+        if now <= tolerance**2 * first:
+            break
+        if progress and steps >= 5 and depths[-6] - depths[-1] < progress * -depths[-1]:
+            break
+        torch.addcmul(z.vector, d.vector, (gamma / before).to(d.vector.dtype), out=d.vector)
+    else:
+        return _result(s, r, steps, depths[-1], False)
+    return _result(s, r, steps, depths[-1], curved > 0)
+
+
+def _result(s: Parameters, r: Parameters, steps: int, model: float, converged: bool) -> CGResult:
+    """The result, with bᵀs from the residual, as b is overwritten: bᵀs = rᵀs + sᵀGs and model = ½ sᵀGs − bᵀs."""
+    rest = r.dot(s)  # zero except for rounding; NaN if G was NaN along some direction
+    return CGResult(s, r, steps, model, 2 * model + (rest if math.isfinite(rest) else 0.0), converged)
+
+
+class NewtonCG(Direction):
+    """The paper's Gauss-Newton direction (eq:general_ls) by conjugate gradient to the relative residual ξ."""
+
+    def __init__(self, cg_tolerance: float, cg_max_steps: int) -> None:
+        self.tolerance, self.max_steps = cg_tolerance, cg_max_steps
+
+    def find(self, gradient: Parameters, point: Point) -> DirectionResult:
+        """G s ≈ −∇L."""
+        result = conjugate_gradient(
+            point.gauss_newton(), gradient.scale_(-1.0), tolerance=self.tolerance, max_steps=self.max_steps
+        )
+        return DirectionResult(result.s, result.steps, result.model, slope=result.slope)
 
 
 class Pair:
@@ -260,3 +359,120 @@ class KroneckerSecant(Direction):
         factors = {key.removeprefix("made_"): x for key, x in stored.items()}
         if factors:
             self.built = _Built(state["made_damping"], state["made_value"], factors)
+
+
+_FAR_BELOW, _FAR_ABOVE = 0.1, 30.0  # times the initial damping
+
+
+class KroneckerNewton(Direction):
+    """Damped Gauss-Newton by preconditioned conjugate gradient.
+
+    The limit of conjugate gradient steps starts at ``cg_steps``. It is raised, up to ``cg_max_steps``, while the
+    quadratic model is accurate and the steps do not suffice, and lowered when the model is poor. Conjugate gradient
+    stops at the relative residual ``cg_tolerance``, or when five steps lower the model by less than the fraction
+    ``cg_progress``.
+    """
+
+    def __init__(
+        self, damping: Damping, cg_steps: int, cg_max_steps: int, cg_tolerance: float, cg_progress: float
+    ) -> None:
+        self.damping = damping
+        self.steps, self.least, self.most = cg_steps, cg_steps, cg_max_steps
+        self.tolerance, self.progress = cg_tolerance, cg_progress
+        self.converged = True
+        self.initial_damping, self.was_low = damping.value, False
+
+    @property
+    def model_failed(self) -> bool:
+        """Whether damping is above its initial value after it was far below, or is far above."""
+        return self.damping.value > self.initial_damping * (1.0 if self.was_low else _FAR_ABOVE)
+
+    def find(self, gradient: Parameters, point: Point) -> DirectionResult:
+        """(G + damping) s ≈ −∇L; overwrites the gradient."""
+        damping = self.damping.value
+        solved = conjugate_gradient(
+            point.gauss_newton(damping),
+            gradient.scale_(-1.0),
+            tolerance=self.tolerance,
+            max_steps=self.steps,
+            preconditioner=point.preconditioner("kronecker", damping),
+            progress=self.progress,
+        )
+        self.converged = solved.converged
+        return DirectionResult(solved.s, solved.steps, solved.model, damping, solved.slope)
+
+    def learn(self, direction: DirectionResult, step: StepResult) -> None:
+        """Update the damping and the limit of steps by how well the model predicted the full step."""
+        if direction.model is None or not direction.model < 0:
+            return
+        verdict = self.damping.learn(step.first_decrease, direction.model)
+        self.was_low = self.was_low or self.damping.value < _FAR_BELOW * self.initial_damping
+        if verdict is Verdict.GOOD and not self.converged:
+            self.steps = min(self.most, self.steps + max(1, self.steps // 4))
+        elif verdict is Verdict.POOR:
+            self.steps = max(self.least, self.steps - self.steps // 4)
+
+    def retry(self) -> bool:
+        return self.damping.retry()
+
+    def state(self) -> State:
+        return {
+            "damping": self.damping.value, "lowered": self.was_low, "steps": self.steps, "converged": self.converged
+        }  # fmt: skip
+
+    def restore(self, state: State) -> None:
+        self.damping.value, self.was_low = state["damping"], state["lowered"]
+        self.steps, self.converged = state["steps"], state["converged"]
+
+
+class KroneckerDirection(Direction):
+    """Secant steps for linear towers; for all others conjugate gradient until its quadratic model fails.
+
+    ``network_memory`` is the largest number of secant pairs if the towers are not linear.
+    """
+
+    def __init__(self, newton: KroneckerNewton, secant: KroneckerSecant, network_memory: int) -> None:
+        self.newton, self.secant, self.network_memory = newton, secant, network_memory
+        self.chosen: KroneckerNewton | KroneckerSecant | None = None
+
+    def find(self, gradient: Parameters, point: Point) -> DirectionResult:
+        if self.chosen is None:
+            self.chosen = self.newton
+            if point.bilinear and self.secant.memory > 0:
+                self.secant.configure(self._capacity(point, self.secant.memory), self.secant.alternating)
+                if self.secant.memory or self.secant.alternating:
+                    self.chosen = self.secant
+        elif self.chosen is self.newton and self.newton.model_failed and not point.bilinear:
+            memory = self._capacity(point, self.network_memory)
+            if memory:
+                self.secant.configure(memory, alternating=0)
+                self.chosen = self.secant
+        return self.chosen.find(gradient, point)
+
+    @staticmethod
+    def _capacity(point: Point, most: int) -> int:
+        """Number of secant pairs that fit in memory, the minimum over processes."""
+        theta = point.parameters.vector
+        own = point.spare_bytes // (2 * theta.element_size() * max(1, len(theta)))
+        return min(most, *(int(pairs) for pairs in point.parameters.layout.group.gather_json(int(own))))
+
+    def learn(self, direction: DirectionResult, step: StepResult) -> None:
+        assert self.chosen is not None
+        self.chosen.learn(direction, step)
+
+    def retry(self) -> bool:
+        assert self.chosen is not None
+        return self.chosen.retry()
+
+    def state(self) -> State:
+        chosen = "" if self.chosen is None else "secant" if self.chosen is self.secant else "newton"
+        return {
+            "chosen": chosen, "memory": self.secant.memory, "alternating": self.secant.alternating,
+            "newton": self.newton.state(), "secant": self.secant.state(),
+        }  # fmt: skip
+
+    def restore(self, state: State) -> None:
+        self.newton.restore(state["newton"])
+        self.secant.restore(state["secant"])
+        self.secant.configure(state["memory"], state["alternating"])
+        self.chosen = {"": None, "newton": self.newton, "secant": self.secant}[state["chosen"]]
