@@ -22,10 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from gramtower.data.features import Block, Features, SparseBlock
 from gramtower.distributed.group import Group
 from gramtower.engine.towers.steps import (
+    Blocks,
     Change,
     Cotangent,
     CurvatureContext,
@@ -40,8 +42,6 @@ from gramtower.engine.towers.steps import (
     outer,
     plain,
 )
-
-Blocks = dict[tuple[int, int], Tensor]  # mean(J_aᵀ S J_b) by the positions a, b of inputs
 
 
 class Join(Op):
@@ -66,12 +66,7 @@ class Join(Op):
         raise NotImplementedError
 
     def pull_blocks(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Blocks:
-        """Return mean(J_aᵀ S J_b) for all inputs a and b; add this step's factors."""
         raise NotImplementedError
-
-    def pull_means(self, M: Tensor, moment: Moment, context: CurvatureContext) -> list[Tensor] | None:
-        """Return mean(J_a)ᵀ M for all inputs a, scaled as in ``Op.pull_mean``; None leaves it out."""
-        return None
 
     def forward(self, x: Any, values: Values, out: Tensor | None = None) -> tuple[Tensor, Any]:
         return self.join(x if isinstance(x, list) else [materialise(x)], values, out)
@@ -220,22 +215,15 @@ class Columns(Op):
         """g, padded with zeros."""
         if not need_input:
             return None
-        g = plain(g)
-        whole = g.new_zeros(len(g), self.width)
-        whole[:, self.start : self.stop] = g
-        return whole
+        return F.pad(plain(g), (self.start, self.width - self.stop))
 
     def pull_curvature(self, S: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
         """S, padded with zeros."""
-        whole = S.new_zeros(self.width, self.width)
-        whole[self.start : self.stop, self.start : self.stop] = S
-        return whole
+        return F.pad(S, 2 * (self.start, self.width - self.stop))
 
     def pull_mean(self, M: Tensor, moment: Moment, context: CurvatureContext) -> Tensor:
         """M, padded with zeros."""
-        whole = M.new_zeros(self.width, M.shape[1])
-        whole[self.start : self.stop] = M
-        return whole
+        return F.pad(M, (0, 0, self.start, self.width - self.stop))
 
 
 @dataclass(frozen=True)
@@ -415,19 +403,16 @@ class Graph(Op):
                 continue
             S, shared = live.take(number)
             inner = self._inner(context, number)
-            live.add_all(node.inputs, self._active, self._pull(node, S, part, inner))
+            blocks = node.op.pull_blocks(S, part, inner)
+            for (a, b), block in blocks.items():
+                i, k = node.inputs[a], node.inputs[b]
+                if self._active[i] and self._active[k] and i <= k:  # the other half is its transpose
+                    live.add(i, k, block)
             for k, M in shared.items():
-                means = _means(node.op, M, part, inner) or ()
-                for i, mean in zip(node.inputs, means, strict=False):
+                for i, mean in zip(node.inputs, node.op.pull_means(M, part, inner), strict=False):
                     if self._active[i]:
                         live.add(i, k, mean + mean.t() if i == k else mean)
         return S if self.first else live.take(0)[0]
-
-    @staticmethod
-    def _pull(node: Node, S: Tensor, moment: Moment, context: CurvatureContext) -> dict[tuple[int, int], Tensor]:
-        if isinstance(node.op, Join):
-            return node.op.pull_blocks(S, moment, context)
-        return {(0, 0): node.op.pull_curvature(S, moment, context)}
 
     def _inner(self, context: CurvatureContext, number: int) -> CurvatureContext:
         """The context for one node."""
@@ -491,20 +476,6 @@ class _Live:
         if i > k:
             i, k, block = k, i, block.t()
         self._blocks[i, k] = self._blocks[i, k] + block if (i, k) in self._blocks else block
-
-    def add_all(self, inputs: tuple[int, ...], active: list[bool], blocks: dict[tuple[int, int], Tensor]) -> None:
-        """Add blocks between the inputs of a node, keyed by their positions."""
-        for (a, b), block in blocks.items():
-            i, k = inputs[a], inputs[b]
-            if active[i] and active[k] and i <= k:  # the other half is its transpose
-                self.add(i, k, block)
-
-
-def _means(op: Op, M: Tensor, moment: Moment, context: CurvatureContext) -> list[Tensor] | None:
-    if isinstance(op, Join):
-        return op.pull_means(M, moment, context)
-    mean = op.pull_mean(M, moment, context)
-    return None if mean is None else [mean]
 
 
 def _own(t: Tensor, values: Values) -> Tensor:

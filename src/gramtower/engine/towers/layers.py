@@ -67,11 +67,14 @@ class InputLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+@dataclass
 class _Linear(Op):
-    """A step with a weight and an optional bias."""
+    """A step with a weight W and an optional bias b."""
 
-    weight: str
-    bias: str | None
+    weight: str  # name of W
+    bias: str | None  # name of b, or None
+    # whether W is stored inputs × outputs (Embedding, EmbeddingBag, InputLinear) or outputs × inputs (Linear)
+    inputs_first: bool
 
     overwrites_cotangent = False
     overwrites_tangent = False
@@ -81,15 +84,25 @@ class _Linear(Op):
     def parameters(self) -> tuple[str, ...]:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
+    def _matrix(self, tensors: Named) -> Tensor:
+        """The weight as inputs × outputs."""
+        return tensors[self.weight] if self.inputs_first else tensors[self.weight].t()
+
+    def _add_gradient(self, x: Tensor, g: Tensor, total: Tensor) -> None:
+        """Add the gradient of the weight, XᵀG or its transpose, for dense inputs."""
+        if self.inputs_first:
+            total.addmm_(x.t(), g)
+        else:
+            total.addmm_(g.t(), x)
+
+    def layer_width(self, tensors: Named) -> int:
+        return int(self._matrix(tensors).shape[1])
+
 
 @dataclass
 class InputAffine(_Linear):
     """The first step, x ↦ xᵀW + b on ids, sparse rows or dense rows."""
 
-    weight: str  # name of the weight
-    bias: str | None  # name of the bias, or None
-    # whether W is stored inputs × outputs (Embedding, EmbeddingBag, InputLinear) or outputs × inputs (Linear)
-    inputs_first: bool
     width: int  # number of features; for ids, the largest number of entities
 
     modules = (InputLinear, nn.Linear, nn.Embedding, nn.EmbeddingBag)
@@ -143,10 +156,7 @@ class InputAffine(_Linear):
             else:
                 total.index_add_(0, saved.rows, g)
         elif isinstance(saved, Tensor):
-            if self.inputs_first:
-                total.addmm_(saved.t(), g)
-            else:
-                total.addmm_(g.t(), saved)
+            self._add_gradient(saved, g, total)
         else:
             target = total if self.inputs_first else g.new_zeros(self.width, g.shape[1])
             values.kernels.right_sum(saved.pattern, saved.values, g.contiguous(), target)
@@ -197,9 +207,6 @@ class InputAffine(_Linear):
         context.factors.add(self.weight, self.bias, self.inputs_first, moment, S, context.total_weight)
         return S
 
-    def layer_width(self, tensors: Named) -> int:
-        return int(tensors[self.weight].shape[1 if self.inputs_first else 0])
-
     def check_features(self, side: str, features: Features) -> None:
         fits = self.width >= features.rows if features.kind == "ids" else self.width == features.width
         if not fits:
@@ -214,21 +221,13 @@ class InputAffine(_Linear):
 
 @dataclass
 class Affine(_Linear):
-    """nn.Linear after the first step: x ↦ xWᵀ + b; with ``inputs_first`` W is stored inputs × outputs, x ↦ xW + b."""
-
-    weight: str
-    bias: str | None
-    inputs_first: bool = False
+    """nn.Linear after the first step: x ↦ xWᵀ + b; with ``inputs_first`` x ↦ xW + b."""
 
     modules = (nn.Linear,)
 
     @classmethod
     def of_module(cls, module: nn.Linear, names: Names) -> Affine:
-        return cls(names[id(module.weight)], names.get(id(module.bias)))
-
-    def _matrix(self, tensors: Named) -> Tensor:
-        """The weight as inputs × outputs."""
-        return tensors[self.weight] if self.inputs_first else tensors[self.weight].t()
+        return cls(names[id(module.weight)], names.get(id(module.bias)), False)
 
     def forward(self, x: Change, values: Values, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """XWᵀ + b, in ``out`` if given."""
@@ -256,10 +255,7 @@ class Affine(_Linear):
         values.defer_bias_sum(self.bias, g, out)
         g = plain(g)
         if self.weight in out:
-            if self.inputs_first:
-                out[self.weight].addmm_(saved.t(), g)
-            else:
-                out[self.weight].addmm_(g.t(), saved)
+            self._add_gradient(saved, g, out[self.weight])
         if not need_input:
             return None
         matrix = self._matrix(values.tensors)
@@ -280,9 +276,6 @@ class Affine(_Linear):
     def pull_mean(self, M: Tensor, moment: Tensor | None, context: CurvatureContext) -> Tensor:
         """WᵀM."""
         return self._matrix(context.values.tensors).double() @ M
-
-    def layer_width(self, tensors: Named) -> int:
-        return int(self._matrix(tensors).shape[1])
 
 
 class _Slopes:

@@ -6,13 +6,14 @@ budget requires recomputation. Results do not depend on how the rows are divided
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gramtower._util import checks as check
 from gramtower._util.host import BlockPlan
 from gramtower.data.features import Block, Features
 from gramtower.engine.towers.steps import Change, Cotangent, Named, Op, Shifted, Values, materialise
@@ -53,6 +54,13 @@ class Work:
         vars(self).update(vars(other))
 
 
+def check_shape(side: str, y: Tensor, rows: int, columns: int | None) -> None:
+    """Refuse a tower's output that is not rows × columns, any number of columns for None."""
+    if y.dim() != 2 or y.shape[0] != rows or (columns is not None and y.shape[1] != columns):
+        expected = f"({rows}, {'k' if columns is None else columns})"
+        check.fail(f"{side} tower", f"an output of shape {tuple(y.shape)} for {rows} rows", expected)
+
+
 class Linearization:
     """A tower at θ over the rows of its features, or over a range of them.
 
@@ -68,16 +76,15 @@ class Linearization:
         values: Values,
         plan: BlockPlan,
         work: Work,
-        check_output: Callable[[Tensor, int], None],
+        columns: int,
         span: tuple[int, int] | None = None,
     ) -> None:
         self.side, self.steps, self.features, self.values, self.plan = side, steps, features, values, plan
-        self.work = work
+        self.work, self.columns = work, columns
         self._first, stop = (0, features.rows) if span is None else span
         self.rows = stop - self._first
         parent = features if features.parent is None else features.parent
         self._share = 1 if self.rows == parent.rows else self.rows / max(1, parent.rows)
-        self._check_output = check_output
         self._kept: list[list[object]] = []
         self._outputs: Tensor | None = None
         if self.viewed_table is not None:
@@ -94,9 +101,7 @@ class Linearization:
         """The same tower over a range of rows, evaluated and kept in one block."""
         plan = BlockPlan(max(1, stop - start), keep=True)
         span = self._first + start, self._first + stop
-        return Linearization(
-            self.side, self.steps, self.features, self.values, plan, self.work, self._check_output, span
-        )
+        return Linearization(self.side, self.steps, self.features, self.values, plan, self.work, self.columns, span)
 
     @property
     def outputs(self) -> Tensor:
@@ -244,7 +249,7 @@ class Linearization:
     def forward_block(self, start: int, stop: int, out: Tensor | None = None) -> tuple[Tensor, list[object]]:
         """Outputs of one block, in ``out`` if the last layer can write there, and the values that the steps keep."""
         y, saved = self._forward(self.inputs(start, stop), out)
-        self._check_output(y, stop - start)
+        check_shape(self.side, y, stop - start, self.columns)
         return y, saved
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.features import Features
 from gramtower.engine.kernels.elementwise import make_activation
 from gramtower.engine.towers.layers import InputLinear
-from gramtower.engine.towers.towers import Towers, TwoSided
+from gramtower.engine.towers.towers import Towers
 
 _LONGEST = 10.0  # largest initial score of normalised rows
 _EPS = 1e-5  # added to the mean square of a row before it is divided by its root
@@ -27,6 +28,16 @@ _COPIES = 2  # copies of θ on the host: as drawn, and cast or on its way to the
 _BLOCK = 1 << 15  # rows drawn at a time; a multiple of 16, see draw_rows_
 _MANY = 1 << 23  # size of a table above which threads draw its blocks: one thread needs a tenth of a second
 _SHARE = 1 << 21  # numbers in such a block
+
+
+class TwoSided(Protocol):
+    """The part of a problem that towers are made for."""
+
+    @property
+    def left(self) -> Features: ...
+
+    @property
+    def right(self) -> Features: ...
 
 
 def mlp_towers(

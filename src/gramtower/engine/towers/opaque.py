@@ -25,9 +25,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gramtower.data.features import Features, IdBlock, SparseBlock
 from gramtower.distributed.group import Group
 from gramtower.engine.kernels import Kernels
-from gramtower.engine.towers.branches import Blocks, Join
+from gramtower.engine.towers.branches import Join
 from gramtower.engine.towers.layers import InputAffine, InputLinear
-from gramtower.engine.towers.steps import CurvatureContext, Moment, Named, Values, column_squares, outer, root
+from gramtower.engine.towers.steps import Blocks, CurvatureContext, Moment, Named, Values, column_squares, outer, root
 
 
 def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *inputs: object) -> Any:
@@ -94,7 +94,7 @@ class SparseRows:
     def __matmul__(self, weight: Tensor) -> Tensor:
         if weight.dim() != 2 or len(weight) != self.shape[1]:
             raise ValueError(f"{self.shape[1]} columns of sparse features met a layer for {len(weight)}")
-        return _product(weight, self.block, self.kernels)
+        return _product(weight, self.block, self.kernels, False)
 
     @classmethod
     def __torch_function__(
@@ -116,37 +116,22 @@ class SparseRows:
 
 
 class _Product(torch.autograd.Function):
-    """W ↦ X W."""
+    """B ↦ X B, or Xᵀ B if ``transposed``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, block: SparseBlock, kernels: Kernels) -> Tensor:
-        ctx.block, ctx.kernels = block, kernels
-        out = weight.new_zeros(block.shape[0], weight.shape[1])
-        kernels.left_sum(block.pattern, block.values, weight.contiguous(), out)
+    def forward(ctx: Any, B: Tensor, block: SparseBlock, kernels: Kernels, transposed: bool) -> Tensor:
+        ctx.block, ctx.kernels, ctx.transposed = block, kernels, transposed
+        out = B.new_zeros(block.shape[transposed], B.shape[1])
+        add = kernels.right_sum if transposed else kernels.left_sum
+        add(block.pattern, block.values, B.contiguous(), out)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, None, None]:
-        return _transposed_product(g[0], ctx.block, ctx.kernels), None, None
+    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, None, None, None]:
+        return _product(g[0], ctx.block, ctx.kernels, not ctx.transposed), None, None, None
 
 
-class _TransposedProduct(torch.autograd.Function):
-    """G ↦ Xᵀ G."""
-
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, block: SparseBlock, kernels: Kernels) -> Tensor:
-        ctx.block, ctx.kernels = block, kernels
-        out = g.new_zeros(block.shape[1], g.shape[1])
-        kernels.right_sum(block.pattern, block.values, g.contiguous(), out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, None, None]:
-        return _product(g[0], ctx.block, ctx.kernels), None, None
-
-
-_product: Callable[[Tensor, SparseBlock, Kernels], Tensor] = _Product.apply
-_transposed_product: Callable[[Tensor, SparseBlock, Kernels], Tensor] = _TransposedProduct.apply
+_product: Callable[[Tensor, SparseBlock, Kernels, bool], Tensor] = _Product.apply
 
 
 @dataclass

@@ -236,10 +236,14 @@ def _run(module: nn.Module, block: Block, values: Values) -> _Calls:
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     tensors = {name: t.detach().requires_grad_(name in trainable) for name, t in values.tensors.items()}
     calls = _Calls()
+
+    def leave(*_: object) -> None:
+        calls.inside.pop()
+
     hooks = []
     for name, part in module.named_modules():
-        hooks.append(part.register_forward_pre_hook(partial(_enter, calls.inside, name)))
-        hooks.append(part.register_forward_hook(partial(_leave, calls.inside)))
+        hooks.append(part.register_forward_pre_hook(lambda *_, name=name: calls.inside.append(name)))
+        hooks.append(part.register_forward_hook(leave))
     try:
         with torch.enable_grad(), calls:
             calls.result = call_with(module, tensors, x)
@@ -247,14 +251,6 @@ def _run(module: nn.Module, block: Block, values: Values) -> _Calls:
         for hook in hooks:
             hook.remove()
     return calls
-
-
-def _enter(inside: list[str], name: str, module: nn.Module, inputs: object) -> None:
-    inside.append(name)
-
-
-def _leave(inside: list[str], module: nn.Module, inputs: object, result: object) -> None:
-    inside.pop()
 
 
 def _flat(x: object) -> Iterator[object]:

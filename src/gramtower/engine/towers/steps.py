@@ -31,6 +31,7 @@ from gramtower.engine.kernels import Kernels
 Named = dict[str, Tensor]
 Names = Mapping[int, str]  # id of a parameter → its name within the tower
 Moment = Tensor | list[Any] | None  # of one step, or a list for the steps inside a graph
+Blocks = dict[tuple[int, int], Tensor]  # mean(J_aᵀ S J_b) by the positions a, b of inputs
 Scratch = dict[tuple[int, int], Tensor]  # two buffers for each number of columns
 _BLOCKS, _LINES = 64, 1 << 13  # most blocks and rows of partial sums held before they are added up: a few megabytes
 
@@ -276,6 +277,15 @@ class Op:
         It is scaled as in ``pull_curvature``: with weights whose mean is c, Σ_i r_i J_iᵀ M / (rows √c).
         """
         return None
+
+    def pull_blocks(self, S: Tensor, moment: Any, context: CurvatureContext) -> Blocks:
+        """``pull_curvature`` for a step in a graph: mean(J_aᵀ S J_b) for all inputs a and b."""
+        return {(0, 0): self.pull_curvature(S, moment, context)}
+
+    def pull_means(self, M: Tensor, moment: Any, context: CurvatureContext) -> list[Tensor]:
+        """``pull_mean`` for a step in a graph: mean(J_a)ᵀ M for all inputs a; nothing leaves it out."""
+        mean = self.pull_mean(M, moment, context)
+        return [] if mean is None else [mean]
 
     # Planning and several processes.
 

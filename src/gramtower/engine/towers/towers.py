@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,7 +22,7 @@ from gramtower._util.host import BlockPlan
 from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import Kernels, select
-from gramtower.engine.towers.linearization import Linearization, Work
+from gramtower.engine.towers.linearization import Linearization, Work, check_shape
 from gramtower.engine.towers.opaque import FIRST_LAYER
 from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
 from gramtower.engine.towers.stack import (
@@ -67,22 +67,7 @@ class _Prepared:
         return self.steps[0].least_block(self.features)
 
     def linearize(self, plan: BlockPlan, work: Work) -> Linearization:
-        def check_output(y: Tensor, rows: int) -> None:
-            _check_shape(self.side, y, rows, self.columns)
-
-        return Linearization(self.side, self.steps, self.features, self.values, plan, work, check_output)
-
-
-class TwoSided(Protocol):
-    """The part of a problem that :func:`mlp_towers` needs: the features of both sides."""
-
-    @property
-    def left(self) -> Features:
-        """Features of the left entities."""
-
-    @property
-    def right(self) -> Features:
-        """Features of the right entities."""
+        return Linearization(self.side, self.steps, self.features, self.values, plan, work, self.columns)
 
 
 class Towers:
@@ -356,14 +341,14 @@ class Towers:
             rows = min(_PROBE, features.rows)  # 0 in a process without rows
             with same_mode(side, module):
                 y, size = _try_rows(side, ops, features, values, rows)
-            _check_shape(side, y, rows, None)
+            check_shape(side, y, rows, None)
             if y.dtype != self.dtype:
                 check.fail(f"{side} tower", f"an output of {y.dtype}", f"{self.dtype}, as its trainable parameters")
             if rows and not is_stack(module) and self._tried.get(side) is not ops:
                 given = [features.block(0, count, values.dtype, values.device) for count in (rows, 1)]
                 again, single = try_module(side, module, given[0], given[1], values)
                 self._tried[side] = ops
-                _check_shape(side, single, 1, y.shape[1])
+                check_shape(side, single, 1, y.shape[1])
                 if differ(y, again):
                     if features.total != features.rows:
                         given_class = f"{type(module).__name__}, whose forward differs from its trace by torch.fx"
@@ -399,12 +384,6 @@ def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows
         sizes.append((x.numel() + len(x) * op.inner_columns) * x.element_size())
     total = sum(sizes) * max(op.kept_copies for op in ops)
     return x, math.ceil(total / max(1, rows))
-
-
-def _check_shape(side: str, y: Tensor, rows: int, width: int | None) -> None:
-    if y.dim() != 2 or y.shape[0] != rows or (width is not None and y.shape[1] != width):
-        columns = "k" if width is None else width
-        check.fail(f"{side} tower", f"an output of shape {tuple(y.shape)} for {rows} rows", f"({rows}, {columns})")
 
 
 def clone(towers: Towers) -> Towers:
