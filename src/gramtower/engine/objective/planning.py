@@ -29,6 +29,7 @@ from functools import cached_property
 from gramtower._util.host import BlockPlan, readable
 from gramtower.engine.kernels import layout
 from gramtower.engine.kernels.elementwise import LOSS_CHUNK
+from gramtower.engine.towers.stack import Sizes
 
 _CPU_BLOCK = 1 << 13  # rows that a tower works on; each block goes through a first layer's matrix
 _GRAPHED = 1 << 30  # bytes of parameters, activations and pairs above which launches no longer matter
@@ -189,25 +190,19 @@ class Orders:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """Sizes that the memory of an evaluation follows from."""
+class Footprint(Sizes):
+    """Sizes that the memory of an evaluation follows from: those of the towers, and of the problem."""
 
     parameters: int  # numbers in θ
     rows: tuple[int, int]  # entities held here on each side
-    columns: int  # k
-    row_bytes: tuple[int, int]  # bytes of an entity's activations on each side, with buffers for their changes
     pairs: int  # |O|
     most_pairs: Callable[[int], int]  # the most pairs in a block of so many left rows
     per_pair: int  # numbers kept for each pair besides its place, such as weights
     item: int  # bytes of a number
-    extra: int = 0  # bytes of the preconditioner's factors, and of gradients that autodiff makes
     on_cpu: bool = False  # whether pairs are sorted, and losses computed, in plain passes
     sorting: int = 20  # bytes of a pair while pairs are sorted by columns in such passes, besides the result
     all_right: int = 0  # right entities of all processes; 0 for those held here
-    least_block: tuple[int, int] = (1, 1)  # smallest sensible block of rows on each side
     graph_numbers: int = 0  # numbers that a CUDA graph would hold; 0 where there is nothing to gain from one
-    kept_bytes: tuple[int, int] | None = None  # of row_bytes, what is kept as long as a point; None for all of it
-    viewed: tuple[bool, bool] = (False, False)  # whether the outputs of each side are views of θ
     weighted: bool = False  # whether entities have weights
     centred: bool = False  # whether the mean of the right embeddings is subtracted from them
     bfloat16: bool = False  # whether embeddings are gathered in bfloat16
@@ -215,7 +210,6 @@ class Footprint:
     # of blocks of so many left rows: pieces of all of them, lines of one
     block_orders: Callable[[int], Orders] = lambda rows: Orders()
     can_pin: bool = True  # whether pairs can come from pinned host memory
-    features: Callable[[int], int] = lambda rows: 0  # bytes of features, for towers that work in blocks of so many rows
 
     @property
     def theta(self) -> int:

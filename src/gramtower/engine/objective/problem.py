@@ -416,13 +416,9 @@ class Problem:
     def _footprint(self, towers: Towers) -> Footprint:
         """What there is to plan."""
         sizes = towers.sizes(self.left, self.right, select(towers.device, self.kernels))
-        (low, high), item = self.label_range, torch.finfo(towers.dtype).bits // 8
-        kept = (
-            any(weight is not None for weight in self.weight_arrays),
-            self.pair_weights is not None,
-            self.imputed.factors is not None,
-            bool(low != high),  # equal labels are stored once
-        )
+        low, high = self.label_range
+        weighted = any(weight is not None for weight in self.weight_arrays)
+        stored = weighted, self.pair_weights is not None, self.imputed.factors is not None, bool(low != high)
         offsets = self.pairs.offsets.cpu().numpy()
 
         def most_pairs(rows: int) -> int:
@@ -437,14 +433,12 @@ class Problem:
             graphed = 4 * towers.size + 5 * len(self.pairs) + layers
         orders, block_orders = self._orders(most_pairs, on_cpu)
         return Footprint(
-            parameters=towers.size, rows=rows, columns=sizes.columns, row_bytes=sizes.row_bytes, pairs=len(self.pairs),
-            most_pairs=most_pairs, per_pair=sum(kept), item=item, on_cpu=on_cpu, weighted=kept[0],
-            extra=sizes.factor_bytes + 2 * item * towers.size * sizes.autodiff, centred=self.imputed.fitted,
+            **vars(sizes), parameters=towers.size, rows=rows, pairs=len(self.pairs), most_pairs=most_pairs,
+            per_pair=sum(stored),  # equal labels are stored once
+            item=towers.dtype.itemsize, on_cpu=on_cpu, weighted=weighted, centred=self.imputed.fitted,
             sorting=sorting_bytes(len(self.pairs)), all_right=0 if shards.single else shards.right.total,
-            least_block=sizes.least_block, graph_numbers=graphed, kept_bytes=sizes.kept_bytes,
-            viewed=(sizes.viewed[0] and not towers.share_parameters, sizes.viewed[1]),
-            bfloat16=self.pair_precision == "bfloat16" and not on_cpu, orders=orders, block_orders=block_orders,
-            can_pin=towers.device.type == "cuda", features=sizes.feature_bytes,
+            graph_numbers=graphed, bfloat16=self.pair_precision == "bfloat16" and not on_cpu, orders=orders,
+            block_orders=block_orders, can_pin=towers.device.type == "cuda",
         )  # fmt: skip
 
     @cached_property

@@ -284,19 +284,18 @@ def _first_difference(some: _Calls, all_rows: _Calls) -> str:
     return ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of both towers, for planning memory; pairs are (left, right)."""
 
-    columns: int  # number of embedding columns
-    row_bytes: tuple[int, int]  # bytes of an entity's activations
-    least_block: tuple[int, int]  # smallest sensible number of rows in a block
-    factor_bytes: int  # bytes of the preconditioner's factors, including those needed to invert them
-    autodiff: bool  # whether some module is differentiated by autodiff, which allocates gradients
-    kept_bytes: tuple[int, int]  # the part of row_bytes that is kept as long as the point exists
-    viewed: tuple[bool, bool]  # whether the outputs are views of θ, which need no memory
+    columns: int  # k
+    row_bytes: tuple[int, int]  # bytes of an entity's activations, with buffers for their changes
+    kept_bytes: tuple[int, int] | None = None  # of row_bytes, what is kept as long as a point; None for all of it
+    least_block: tuple[int, int] = (1, 1)  # smallest sensible number of rows in a block
+    extra: int = 0  # bytes of the preconditioner's factors, and of gradients that autodiff makes
+    viewed: tuple[bool, bool] = (False, False)  # whether the outputs are views of θ, which need no memory
     # number of rows in a block → bytes of the features on a GPU, including buffers for passes over sparse features
-    feature_bytes: Callable[[int], int]
+    features: Callable[[int], int] = lambda rows: 0
 
 
 def feature_bytes(features: Features, ops: list[Op], values: Values, columns: int) -> Callable[[int], int]:

@@ -62,10 +62,6 @@ class _Prepared:
         """Whether the outputs are the rows of a trained table."""
         return len(self.steps) == 1 and self.steps[0].viewed_table(self.features) in self.trained
 
-    @property
-    def least_block(self) -> int:
-        return self.steps[0].least_block(self.features)
-
     def linearize(self, plan: BlockPlan, work: Work) -> Linearization:
         return Linearization(self.side, self.steps, self.features, self.values, plan, work, self.columns)
 
@@ -249,18 +245,20 @@ class Towers:
     def sizes(self, left: Features, right: Features, kernels: Kernels) -> Sizes:
         """The number of columns, the bytes of an entity's activations and other sizes of both towers."""
         f, g = self._prepare(None, left, right, kernels, self._scratch)
-        viewed = f.viewed, g.viewed
         kept = [0 if side.viewed else side.row_bytes for side in (f, g)]
         peaks = [round(kept[i] * max(op.workspace_factor for op in side.steps)) for i, side in enumerate((f, g))]
         autodiff = not all(op.analytic for side in (f, g) for op in side.steps)
         factors = sum(factor_bytes(side.steps, side.features.kind, side.values) for side in (f, g))
-        least = f.least_block, g.least_block
         by_side = [feature_bytes(side.features, side.steps, side.values, side.columns) for side in (f, g)]
-
-        def given(rows: int) -> int:
-            return sum(size(rows) for size in by_side)
-
-        return Sizes(f.columns, (peaks[0], peaks[1]), least, factors, autodiff, (kept[0], kept[1]), viewed, given)
+        return Sizes(
+            columns=f.columns,
+            row_bytes=(peaks[0], peaks[1]),
+            kept_bytes=(kept[0], kept[1]),
+            least_block=(f.steps[0].least_block(f.features), g.steps[0].least_block(g.features)),
+            extra=factors + 2 * self.dtype.itemsize * self.size * autodiff,
+            viewed=(f.viewed and not self.share_parameters, g.viewed),
+            features=lambda rows: sum(size(rows) for size in by_side),
+        )
 
     def _prepare(
         self,
