@@ -112,7 +112,7 @@ def test_sogram_averages_gramians_from_zero():
     exact, _ = problem.at(towers).evaluation.gramians
     for step in range(1, 4):
         source.gradient(problem, towers, theta)
-        assert torch.allclose(source.running.plain[0], exact[0] * (1 - 0.9**step), rtol=1e-10)
+        assert torch.allclose(source.running.P, exact[0] * (1 - 0.9**step), rtol=1e-10)
 
 
 def test_adagrad_divides_by_the_root_of_summed_squares():

@@ -72,7 +72,7 @@ def test_what_was_remembered_on_the_way_to_infinity_is_forgotten(monkeypatch):
     assert later.point is not None
     assert later.step < 1e20
     assert torch.isfinite(method.direction.squares.vector).all()
-    assert all(torch.isfinite(t).all() for t in (*method.source.running.plain, *method.source.running.cross))
+    assert all(torch.isfinite(t).all() for t in method.source.running)
 
 
 def test_a_step_that_no_halving_saves_ends_the_run_with_a_reason(monkeypatch):
@@ -140,7 +140,7 @@ def test_running_gramians_begin_exact_when_the_step_is_searched():
     source, point = Subsets(0, 0.1, 0.1), problem.at(towers)
     source.begin(point)
     exact = point.evaluation.gramians
-    for kept, expected in zip((*source.running.plain, *source.running.cross), (*exact[0], *exact[1]), strict=True):
+    for kept, expected in zip(source.running, (*exact[0], *exact[1]), strict=True):
         assert torch.equal(kept, expected)
 
 

@@ -61,7 +61,7 @@ class Source(Stateful):
         return torch.from_numpy(chosen).to(device)
 
     def state(self) -> State:
-        return {"rng": _plain(self.rng.bit_generator.state)}
+        return {"rng": self.rng.bit_generator.state}
 
     def restore(self, state: State) -> None:
         self.rng.bit_generator.state = state["rng"]
@@ -93,7 +93,7 @@ class Subsets(Source):
     def begin(self, point: Point) -> None:
         """Initialise the running averages with the exact Gramians, where the paper uses zeros."""
         own, cross = point.evaluation.gramians
-        self.running = Gramians((own[0].clone(), own[1].clone()), (cross[0].clone(), cross[1].clone()))
+        self.running = Gramians(*(matrix.clone() for matrix in (*own, *cross)))
 
     def visits(self, m: int, n: int, observed: int) -> tuple[float, float]:
         drawn = self.ratio * observed
@@ -113,27 +113,19 @@ class Subsets(Source):
     def state(self) -> State:
         state = super().state()
         if self.running is not None:
-            (P, Q), (hP, hQ) = self.running.plain, self.running.cross
-            state |= {"P": P, "Q": Q, "hP": hP, "hQ": hQ}
+            state |= self.running._asdict()
         return state
 
     def restore(self, state: State) -> None:
         super().restore(state)
         self.running = None
         if "P" in state:
-            own, cross = ([state[name] for name in names] for names in (("P", "Q"), ("hP", "hQ")))
-            k, r = own[0].shape[-1:].numel(), cross[0].shape[:1].numel()
-            fits = all(t.shape == (k, k) for t in own) and all(t.shape == (r, k) for t in cross)
-            if not fits or any(t.dtype != torch.float64 for t in (*own, *cross)):
-                check.fail("running Gramians", [tuple(t.shape) for t in (*own, *cross)], "k × k and r × k in float64")
-            self.running = Gramians((state["P"], state["Q"]), (state["hP"], state["hQ"]))
-
-
-def _plain(value: object) -> object:
-    """The state of numpy's generator with plain integers, for JSON."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return value if isinstance(value, (str, int)) else int(value)  # type: ignore[call-overload]
+            running = Gramians(*(state[name] for name in Gramians._fields))
+            k, r = running.P.shape[-1:].numel(), running.hP.shape[:1].numel()
+            shapes = [tuple(t.shape) for t in running]
+            if shapes != [(k, k), (k, k), (r, k), (r, k)] or any(t.dtype != torch.float64 for t in running):
+                check.fail("running Gramians", shapes, "k × k and r × k in float64")
+            self.running = running
 
 
 _FIRST = 8  # steps of the first iteration

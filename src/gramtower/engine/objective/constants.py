@@ -279,20 +279,17 @@ def check_labels(loss: Loss, labels: Numbers, bounds: tuple[float, float], pairs
     low, high = bounds
     if not (np.isfinite(low) and np.isfinite(high)):
         check.finite("pairs", labels)
-    if loss.labels is not None and len(labels):
-        known = loss.labels
-        if low == high and low in known:  # plain implicit feedback
-            return
-        if everywhere(lambda a, b: bool(np.isin(labels[a:b], known).all()), len(labels)):
-            return
-        wrong = ~np.isin(labels, loss.labels)
-        if wrong.any():
-            e = int(np.argmax(wrong))
-            i = int(pairs.rows[e])
-            allowed = " or ".join(f"{x:+g}" for x in loss.labels)
-            check.fail(
-                "pairs",
-                f"label {labels[e]:g} at row {i}, column {int(pairs.columns[e])} ({int(wrong.sum())} such labels)",
-                f"labels {allowed} for the {loss.name} loss: (matrix > 0) for counts, pairs read with a threshold for "
-                'ratings, or loss="squared", which takes any label',
-            )
+    known = loss.labels
+    if known is None or not len(labels) or (low == high and low in known):  # equal: plain implicit feedback
+        return
+    if everywhere(lambda a, b: bool(np.isin(labels[a:b], known).all()), len(labels)):
+        return
+    wrong = ~np.isin(labels, known)
+    e = int(np.argmax(wrong))
+    check.fail(
+        "pairs",
+        f"label {labels[e]:g} at row {int(pairs.rows[e])}, column {int(pairs.columns[e])} "
+        f"({int(wrong.sum())} such labels)",
+        f"labels {' or '.join(f'{x:+g}' for x in known)} for the {loss.name} loss: (matrix > 0) for counts, pairs read "
+        'with a threshold for ratings, or loss="squared", which takes any label',
+    )

@@ -32,6 +32,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from types import MappingProxyType
 
@@ -162,7 +163,7 @@ def kronecker(
     shift = max(c.l2 + damping, _TINY)
     merged: dict[str, list[Factor]] = {}
     squares: dict[str, Tensor] = {}
-    extra: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    extra: dict[str, list[tuple[Tensor, Tensor]]] = {}  # Σ_i r_i and S of biases kept apart from their tables
     tables: dict[str, str] = {}  # weights with one row for each entity of a side
     sides = [(number, (at.left.tower, at.right)[number]) for number in numbers]
     curvatures, weights = zip(*(_output_curvature(at, number, moments) for number in numbers), strict=True)
@@ -173,18 +174,13 @@ def kronecker(
         owned = {own for own, name in names.items() if name in at.parameters.layout.owned}
         factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + number, c.shards.group, owned)
         for factor in factors.layers:
-            renamed = Factor(
-                names[factor.weight],
-                None if factor.bias is None else names[factor.bias],
-                factor.inputs_first,
-                factor.A,
-                factor.S,
-                factor.mean,
-            )
+            bias = None if factor.bias is None else names[factor.bias]
+            renamed = replace(factor, weight=names[factor.weight], bias=bias)
             merged.setdefault(renamed.weight, []).append(renamed)
             if tower.features.kind == "ids" and len(factor.A) == tower.rows:
                 tables[renamed.weight] = SIDES[number]
-        _collect(factors, names, extra)
+        for name, curvature in factors.biases.items():
+            extra.setdefault(names[name], []).append(curvature)
         for name, square in factors.diagonals.items():
             squares[names[name]] = squares[names[name]] + square if names[name] in squares else square
     dtype = at.Q.dtype
@@ -207,11 +203,6 @@ def kronecker(
 
 def _plain(one: Sharded | Tensor) -> Tensor:
     return one.tensor if isinstance(one, Sharded) else one
-
-
-def _collect(factors: Factors, names: dict[str, str], extra: dict[str, list[tuple[Tensor, Tensor]]]) -> None:
-    for name, pair in factors.biases.items():
-        extra.setdefault(names[name], []).append(pair)
 
 
 def _output_curvature(at: Evaluation, side: int, moments: Moments) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ a_i by ā_i = a_i/|O_i,:| times how often i was drawn (eq:trans); an entity with
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,25 +26,21 @@ from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 
 
-@dataclass
-class Gramians:
-    """Estimates of (P_c, Q_c) and (P̂_c, Q̂_c)."""
+class Gramians(NamedTuple):
+    """Estimates of P_c, Q_c, P̂_c and Q̂_c."""
 
-    plain: tuple[Tensor, Tensor]
-    cross: tuple[Tensor, Tensor]
+    P: Tensor
+    Q: Tensor
+    hP: Tensor
+    hQ: Tensor
 
     def toward(self, other: Gramians, alpha: float) -> Gramians:
         """(1 − α) self + α other: the running average of eq:gramian_sogram."""
-        P, Q = (torch.lerp(a, b, alpha) for a, b in zip(self.plain, other.plain, strict=True))
-        hP, hQ = (torch.lerp(a, b, alpha) for a, b in zip(self.cross, other.cross, strict=True))
-        return Gramians((P, Q), (hP, hQ))
+        return Gramians(*(torch.lerp(a, b, alpha) for a, b in zip(self, other, strict=True)))
 
     def zeros(self) -> Gramians:
         """Zeros of the same shapes, where the running average starts."""
-        return Gramians(
-            (torch.zeros_like(self.plain[0]), torch.zeros_like(self.plain[1])),
-            (torch.zeros_like(self.cross[0]), torch.zeros_like(self.cross[1])),
-        )
+        return Gramians(*map(torch.zeros_like, self))
 
 
 def block_gradient(
@@ -69,8 +66,8 @@ def block_gradient(
 def subset_gramians(problem: Problem, towers: Towers, parameters: Parameters, entries: Tensor) -> Gramians:
     """eq:gramian2 from the pairs numbered ``entries`` (increasing)."""
     sample, scale = _subset(problem, towers, parameters, entries, 0.0)
-    (P, Q), (hP, hQ) = sample.side_gramians()
-    return Gramians((P * scale, Q * scale), (hP * scale, hQ * scale))
+    own, cross = sample.side_gramians()
+    return Gramians(*(matrix * scale for matrix in (*own, *cross)))
 
 
 def subset_gradient(
@@ -81,7 +78,7 @@ def subset_gradient(
     ``covered`` is the share of O × O that this step stands for; it is counted as data passes.
     """
     sample, scale = _subset(problem, towers, parameters, entries, covered)
-    return sample.gradient((gramians.plain, gramians.cross), scale)
+    return sample.gradient((gramians[:2], gramians[2:]), scale)
 
 
 def _subset(

@@ -150,7 +150,7 @@ class Evaluation:
         return (self.constants.omega * gramian).to(self.Q.dtype)
 
     def side_gramians(self) -> Gramians:
-        """The same without a pass over O."""
+        """``gramians`` without a pass over O."""
         parts: list[SideSums] = []
         self.visit(lambda block: parts.append(side_sums(block.side, block.P)), by_columns=False)
         with products_in(self.constants.precision):
@@ -214,10 +214,7 @@ class Evaluation:
         pending_sums: list[tuple[Pending, Tensor | None]] = []
         V = torch.zeros_like(self.Q)
 
-        @cache
-        def start() -> tuple[Parameters, list[tuple[Tensor, float] | None]]:
-            return self._start_pull(regularised, extra, out)  # while a GPU is busy with the first block's pairs
-
+        start = cache(lambda: self._start_pull(regularised, extra, out))  # called while a GPU is busy with pairs
         table = self.left_table
 
         def visit(block: LeftBlock) -> None:
@@ -236,26 +233,22 @@ class Evaluation:
         self.visit(visit)
         total, initial = start()
         self.left.tower.flush_bias_sums(self.towers.local_tensors("left", total))
-        right = self.towers.local_tensors("right", total)
+
+        def pull_right() -> None:
+            for pending, _ in pending_sums:
+                pending.wait()
+            gradients = self.towers.local_tensors("right", total)
+            self.right.vjp(self.constants.centre_adjoint_(finish(V)), gradients, initial[1])
+
         with products_in(self.constants.precision):
             if self.towers.share_parameters:  # both add to the same tensors: one after the other
                 self.stream.join()
-                self._pull_right(finish(self._wait_all(pending_sums, V)), right, initial[1])
+                pull_right()
             else:
                 with self.stream.within():
-                    self._pull_right(finish(self._wait_all(pending_sums, V)), right, initial[1])
+                    pull_right()
                 self.stream.join()
         return total.end_sum_()
-
-    def _pull_right(self, V: Tensor, gradients: dict[str, Tensor], initial: tuple[Tensor, float] | None) -> None:
-        """Add ⟨Jᵛ, V⟩ to the right tower's gradients."""
-        self.right.vjp(self.constants.centre_adjoint_(V), gradients, initial)
-
-    @staticmethod
-    def _wait_all(pending_sums: list[tuple[Pending, Tensor | None]], V: Tensor) -> Tensor:
-        for pending, _ in pending_sums:
-            pending.wait()
-        return V
 
     def _start_pull(
         self, regularised: Parameters, extra: float, out: Parameters | None
