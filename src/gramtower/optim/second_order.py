@@ -91,8 +91,8 @@ def conjugate_gradient(
     gamma = r.inner(z)
     now = first = float(gamma)
     depths = [0.0]
-    steps = 0
-    while steps < max_steps and now > 0:
+    steps, converged = 0, False
+    while not converged and steps < max_steps and now > 0:
         Gd = G.product(d, buffer)
         curvature = d.inner(Gd)
         steps += 1
@@ -106,20 +106,14 @@ def conjugate_gradient(
         if not curved > 0:  # rounding, or a matrix that is not positive definite; t was 0
             break
         depths.append(depths[-1] - drop)  # each step lowers the model by tγ/2
-        if now <= tolerance**2 * first:
-            break
-        if progress and steps >= 5 and depths[-6] - depths[-1] < progress * -depths[-1]:
-            break
-        torch.addcmul(z.vector, d.vector, (gamma / before).to(d.vector.dtype), out=d.vector)
-    else:
-        return _result(s, r, steps, depths[-1], False)
-    return _result(s, r, steps, depths[-1], curved > 0)
-
-
-def _result(s: Parameters, r: Parameters, steps: int, model: float, converged: bool) -> CGResult:
-    """The result, with bᵀs from the residual, as b is overwritten: bᵀs = rᵀs + sᵀGs and model = ½ sᵀGs − bᵀs."""
+        stalled = progress > 0 and steps >= 5 and depths[-6] - depths[-1] < progress * -depths[-1]
+        converged = now <= tolerance**2 * first or stalled
+        if not converged:
+            torch.addcmul(z.vector, d.vector, (gamma / before).to(d.vector.dtype), out=d.vector)
+    # b is overwritten, but bᵀs = rᵀs + sᵀGs, and the model is ½ sᵀGs − bᵀs.
     rest = r.dot(s)  # zero except for rounding; NaN if G was NaN along some direction
-    return CGResult(s, r, steps, model, 2 * model + (rest if math.isfinite(rest) else 0.0), converged)
+    slope = 2 * depths[-1] + (rest if math.isfinite(rest) else 0.0)
+    return CGResult(s, r, steps, depths[-1], slope, converged)
 
 
 class NewtonCG(Direction):

@@ -339,7 +339,6 @@ class Scored:
 
     @cached_property
     def value(self) -> Tensor:
-        """Σ_O ℓ⁺."""
         t = self.terms
         total = torch.zeros((), dtype=torch.float64, device=self.scores.device)
         for part in self._parts():
@@ -352,7 +351,6 @@ class Scored:
 
     @property
     def slopes(self) -> Tensor:
-        """∂ℓ⁺/∂ŷ."""
         t, x = self.terms, torch.empty_like(self.scores)
         for part in self._parts():
             pull = self._gap(part)
@@ -363,7 +361,6 @@ class Scored:
 
     @property
     def curvatures(self) -> Tensor:
-        """∂²ℓ⁺/∂ŷ²."""
         t, c = self.terms, torch.empty_like(self.scores)
         for part in self._parts():
             weight = 1.0 if t.pair_weight is None else t.pair_weight[part]

@@ -135,7 +135,6 @@ class _GraphedApply(Executor):
         self._holds: weakref.ref[Factored] | None = None
 
     def apply(self, M: Factored, r: Parameters, out: Parameters) -> Parameters:
-        """M r, written over ``out``."""
         if len(M.tensors()) <= _FEW:
             return M.compute(r, out)
         if self._held is None or self._holds is None or self._holds() is not M:
@@ -239,7 +238,6 @@ class GraphExecutor(Executor):
 
     @property
     def evaluation(self) -> Evaluation:
-        """The slot's."""
         return self._slot.evaluation
 
     @property
@@ -248,9 +246,7 @@ class GraphExecutor(Executor):
         return self._apply
 
     def gradient(self, compute: Callable[[], Parameters]) -> Parameters:
-        """∇L."""
         return self._slot.gradient()
 
     def product(self, G: GaussNewton, d: Parameters, out: Parameters) -> Parameters:
-        """G d, written over ``out``."""
         return self._slot.product(d, G.damping, out)

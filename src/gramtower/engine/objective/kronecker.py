@@ -80,11 +80,9 @@ class Kronecker(LinearOperator):
 
     @torch.no_grad()
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        """M d, written over ``out`` if given."""
         return self.executor.apply(self, d, d.empty() if out is None else out)
 
     def compute(self, d: Parameters, out: Parameters) -> Parameters:
-        """M d written over ``out``, kernel by kernel."""
         for block in self._blocks:
             block.apply(d, out)
         for name, inverse in self._diagonal.items():
@@ -94,7 +92,6 @@ class Kronecker(LinearOperator):
         return out
 
     def tensors(self) -> list[Tensor]:
-        """What it is made of, always in the same order."""
         return [t for block in self._blocks for t in (block.A, block.S)] + list(self._diagonal.values())
 
     def state(self) -> dict[str, Sharded | Tensor]:
@@ -120,7 +117,6 @@ class Kronecker(LinearOperator):
         return True
 
     def copy(self) -> Kronecker:
-        """The same in memory of its own."""
         blocks = [copy.copy(block) for block in self._blocks]
         for block in blocks:
             block.A, block.S = block.A.clone(), block.S.clone()

@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -351,10 +351,7 @@ class Problem:
         if self.memory_budget is not None and towers.device.type == "cpu":
             host.return_memory()  # the C library keeps what was freed in arrays of up to 32 MB, beyond the budget
         graphs = self._graphs(towers).acquire(theta) if plan.graphs else None
-
-        def at(parameters: Parameters) -> Point:
-            return self._evaluate(towers, parameters)
-
+        at = partial(self._evaluate, towers)
         if graphs is None:
             return Point(self._evaluation(towers, theta, plan), theta, at, spare_bytes=plan.spare_bytes)
         return Point(graphs.evaluation, theta, at, graphs, plan.spare_bytes)

@@ -59,28 +59,12 @@ class SparseRows:
 
     def __init__(self, block: SparseBlock, kernels: Kernels) -> None:
         self.block, self.kernels = block, kernels
-
-    @property
-    def shape(self) -> torch.Size:
-        """(rows, features)."""
-        return torch.Size(self.block.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Element type of the values."""
-        return self.block.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the values."""
-        return self.block.values.device
+        self.shape, self.dtype, self.device = torch.Size(block.shape), block.values.dtype, block.values.device
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """As torch.Tensor.size."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Two."""
         return 2
 
     def __getitem__(self, index: tuple[slice, slice]) -> SparseRows:

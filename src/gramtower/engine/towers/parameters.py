@@ -275,7 +275,6 @@ class Identity(LinearOperator):
     """I."""
 
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        """A copy of d."""
         out = d.empty() if out is None else out
         out.vector.copy_(d.vector)
         return out
@@ -290,11 +289,9 @@ class Scaled(LinearOperator):
 
     @property
     def T(self) -> LinearOperator:
-        """scale · Aᵀ."""
         return Scaled(self.operator.T, self.scale)
 
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        """scale · (A d)."""
         return self.operator.product(d, out).scale_(self.scale)
 
 
@@ -307,11 +304,9 @@ class Sum(LinearOperator):
 
     @property
     def T(self) -> LinearOperator:
-        """Aᵀ + Bᵀ."""
         return Sum(self.one.T, self.other.T)
 
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        """A d + B d."""
         return self.one.product(d, out).axpy_(1.0, self.other.product(d))
 
 
@@ -324,11 +319,9 @@ class Composed(LinearOperator):
 
     @property
     def T(self) -> LinearOperator:
-        """Bᵀ Aᵀ."""
         return Composed(self.inner.T, self.outer.T)
 
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        """A (B d)."""
         return self.outer.product(self.inner.product(d), out)
 
 

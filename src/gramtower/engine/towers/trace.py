@@ -49,20 +49,13 @@ _NEG = {operator.neg, torch.neg, "neg"}
 _SPLIT = {torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split"}
 
 
+@dataclass
 class Functions:
-    """Recognises calls of functions and methods in a traced graph.
+    """Recognises calls of functions and methods in a traced graph."""
 
-    ``shapes`` has the results that are floating-point matrices of rows × columns, ``values`` all results on the meta
-    device, and ``parameters`` the name within the tower and the shape of each parameter that the graph reads.
-    """
-
-    def __init__(
-        self,
-        shapes: Mapping[fx.Node, torch.Size],
-        values: Mapping[fx.Node, Any],
-        parameters: Mapping[fx.Node, tuple[str, torch.Size]],
-    ) -> None:
-        self.shapes, self.values, self.parameters = shapes, values, parameters
+    shapes: Mapping[fx.Node, torch.Size]  # of results that are floating-point matrices of rows × columns
+    values: Mapping[fx.Node, Any]  # all results on the meta device
+    parameters: Mapping[fx.Node, tuple[str, torch.Size]]  # those that are read: names within the tower, and shapes
 
     def step(self, node: fx.Node) -> Found | fx.Node | None:
         """A step with its inputs; or a node whose result is the same; or None if the call is not recognised."""
