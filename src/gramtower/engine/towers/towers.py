@@ -22,23 +22,10 @@ from gramtower._util.host import BlockPlan
 from gramtower.data.features import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import Kernels, select
+from gramtower.engine.towers import stack
 from gramtower.engine.towers.linearization import Linearization, Work, check_shape
 from gramtower.engine.towers.opaque import FIRST_LAYER
 from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
-from gramtower.engine.towers.stack import (
-    Sizes,
-    check_magnitude,
-    differ,
-    factor_bytes,
-    feature_bytes,
-    is_hooked,
-    is_stack,
-    opaque,
-    refuse_unfit,
-    same_mode,
-    steps,
-    try_module,
-)
 from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
 
 _PROBE = 3  # rows probed before the first evaluation
@@ -242,15 +229,15 @@ class Towers:
         f, g = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
         return f.linearize(plans[0], work), g.linearize(plans[1], work)
 
-    def sizes(self, left: Features, right: Features, kernels: Kernels) -> Sizes:
+    def sizes(self, left: Features, right: Features, kernels: Kernels) -> stack.Sizes:
         """The number of columns, the bytes of an entity's activations and other sizes of both towers."""
         f, g = self._prepare(None, left, right, kernels, self._scratch)
         kept = [0 if side.viewed else side.row_bytes for side in (f, g)]
         peaks = [round(kept[i] * max(op.workspace_factor for op in side.steps)) for i, side in enumerate((f, g))]
         autodiff = not all(op.analytic for side in (f, g) for op in side.steps)
-        factors = sum(factor_bytes(side.steps, side.features.kind, side.values) for side in (f, g))
-        by_side = [feature_bytes(side.features, side.steps, side.values, side.columns) for side in (f, g)]
-        return Sizes(
+        factors = sum(stack.factor_bytes(side.steps, side.features.kind, side.values) for side in (f, g))
+        by_side = [stack.feature_bytes(side.features, side.steps, side.values, side.columns) for side in (f, g)]
+        return stack.Sizes(
             columns=f.columns,
             row_bytes=(peaks[0], peaks[1]),
             kept_bytes=(kept[0], kept[1]),
@@ -293,7 +280,7 @@ class Towers:
             check.fail(f"{side} tower", given, "the same trainable parameters, or a new gramtower.Towers")
 
     def _prepare_side(self, side: str, module: nn.Module, features: Features, values: Values) -> _Prepared:
-        refuse_unfit(side, module)
+        stack.refuse_unfit(side, module)
         codes = features.kind == "dense" and not features.arrays[0].is_floating_point()
         ops = self._steps(side, features.kind, 0 if features.kind == "ids" else features.width, codes)
         columns, row_bytes = self._probe(side, module, ops, features, values)
@@ -305,7 +292,7 @@ class Towers:
         parts = tuple(map(_mode, module.modules()))
         state = (kind, width, codes, parts, tuple((id(p), p.requires_grad) for p in module.parameters()))
         if side not in self._traced or self._traced[side][0] != state:
-            self._traced[side] = (state, steps(module, kind, width, codes))
+            self._traced[side] = (state, stack.steps(module, kind, width, codes))
         return self._traced[side][1]
 
     def embed(self, side: str, features: Features, parameters: Parameters | None = None) -> Tensor:
@@ -334,24 +321,24 @@ class Towers:
         known = self._probes.setdefault(features, {})
         key = (side, repr([(type(op).__name__, op.label) for op in ops]))
         if key not in known:
-            check_magnitude(side, features, self.dtype)
+            stack.check_magnitude(side, features, self.dtype)
             ops[0].check_features(side, features)
             rows = min(_PROBE, features.rows)  # 0 in a process without rows
-            with same_mode(side, module):
+            with stack.same_mode(side, module):
                 y, size = _try_rows(side, ops, features, values, rows)
             check_shape(side, y, rows, None)
             if y.dtype != self.dtype:
                 check.fail(f"{side} tower", f"an output of {y.dtype}", f"{self.dtype}, as its trainable parameters")
-            if rows and not is_stack(module) and self._tried.get(side) is not ops:
+            if rows and not stack.is_stack(module) and self._tried.get(side) is not ops:
                 given = [features.block(0, count, values.dtype, values.device) for count in (rows, 1)]
-                again, single = try_module(side, module, given[0], given[1], values)
+                again, single = stack.try_module(side, module, given[0], given[1], values)
                 self._tried[side] = ops
                 check_shape(side, single, 1, y.shape[1])
-                if differ(y, again):
+                if stack.differ(y, again):
                     if features.total != features.rows:
                         given_class = f"{type(module).__name__}, whose forward differs from its trace by torch.fx"
                         check.fail(f"{side} tower", given_class, "a module that can be traced, over several processes")
-                    ops[:] = [opaque(module)]  # differentiated by autodiff from now on
+                    ops[:] = [stack.opaque(module)]  # differentiated by autodiff from now on
                     return self._probe(side, module, ops, features, values)
             known[key] = int(y.shape[1]), size
         return known[key]
@@ -359,7 +346,7 @@ class Towers:
 
 def _mode(part: nn.Module) -> tuple[int, bool, bool]:
     """The identity of a module and the properties that its steps depend on."""
-    return id(part), part.training, is_hooked(part)
+    return id(part), part.training, stack.is_hooked(part)
 
 
 def _try_rows(side: str, ops: list[Op], features: Features, values: Values, rows: int) -> tuple[Tensor, int]:
@@ -405,7 +392,7 @@ def _join(
     owned: set[str] = set()
     for side, (module, features) in zip(("left", "right"), sides, strict=True):
         if features.kind == "ids":
-            tables = steps(module, "ids")[0].id_tables(side, features)
+            tables = stack.steps(module, "ids")[0].id_tables(side, features)
             owned |= {names[side][local] for local in tables if local in names[side]}
     if twice := sorted(owned & used[0] & used[1]):
         given = f"one table {twice[0]} for both sides"
