@@ -22,6 +22,7 @@ from gramtower.engine.towers.branches import Graph
 from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, Normalise
 from gramtower.engine.towers.opaque import Opaque
 from gramtower.engine.towers.stack import steps
+from gramtower.engine.towers.trace import Inputs
 
 
 class Same(nn.Module):
@@ -54,7 +55,7 @@ class Wrapped(nn.Module):
 
 
 def parts_of(module, kind, width=3):
-    return [part for step in steps(module, kind, width) for part in step.parts]
+    return [part for step in steps(module, Inputs(kind, width)) for part in step.parts]
 
 
 @pytest.mark.parametrize("kind", FEATURES)
@@ -67,7 +68,7 @@ def test_a_class_with_the_layers_of_a_stack_becomes_its_steps_and_its_preconditi
         own = Same(gt.InputLinear(width, 5), 5, 3).double()
         layers = [own.first, nn.ReLU(), own.layers[0], nn.ReLU(), own.layers[1]]
         left = nn.Sequential(*layers) if written else own
-        assert [type(step) for step in steps(left, kind, width)] == [
+        assert [type(step) for step in steps(left, Inputs(kind, width))] == [
             InputAffine, Elementwise, Affine, Elementwise, Affine
         ]  # fmt: skip
         point = case.problem.at(gt.Towers(left, case.towers.right))
@@ -141,7 +142,7 @@ def test_attention_over_a_list_goes_by_autodiff_and_the_layers_after_it_do_not()
     torch.manual_seed(3)
     codes = torch.tensor([[0, 6, 1], [1, 1, 0], [5, 2, 2], [3, 0, 4], [6, 6, 6], [2, 4, 5]])
     left, right = Attending(7, 3), nn.Embedding(5, 3)
-    assert [type(step) for step in steps(left, "dense", 3, codes=True)] == [Opaque, Elementwise, Affine]
+    assert [type(step) for step in steps(left, Inputs("dense", 3, codes=True))] == [Opaque, Elementwise, Affine]
     assert_exact(left, right, codes)
     point = gt.Problem(PAIRS, codes, omega=0.5, l2=0.01).at(gt.Towers(left, right))
     helped = point.preconditioner() @ point.gradient()
@@ -381,7 +382,7 @@ def test_towers_that_were_traced_are_copied_and_pickled():
 
 def test_branches_are_one_step_between_the_layers_around_them():
     module = Wrapped(FUNCTIONS["deep"], nn.Embedding(6, 4))
-    assert [type(step) for step in steps(module, "ids")] == [InputAffine, Graph, Normalise, Affine]
+    assert [type(step) for step in steps(module, Inputs("ids"))] == [InputAffine, Graph, Normalise, Affine]
 
 
 class Fields(nn.Module):

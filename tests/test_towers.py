@@ -28,6 +28,7 @@ from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine
 from gramtower.engine.towers.opaque import Opaque
 from gramtower.engine.towers.steps import Values
 from gramtower.engine.towers.towers import clone
+from gramtower.engine.towers.trace import Inputs
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(6, 3)), RNG.normal(size=(5, 4))
@@ -409,7 +410,7 @@ def test_towers_move_to_a_dtype_or_a_device():
 @pytest.mark.parametrize("kind", elementwise.TABLE, ids=lambda kind: kind.module.__name__)
 def test_every_activation_of_the_table_has_a_step_and_its_slope(kind):
     tower = nn.Sequential(nn.Linear(3, 4), kind.module(), nn.Linear(4, 3))
-    assert [type(step) for step in stack.steps(tower, "dense")] == [InputAffine, Elementwise, Affine]
+    assert [type(step) for step in stack.steps(tower, Inputs("dense"))] == [InputAffine, Elementwise, Affine]
     activation, z = elementwise.activation_of(kind.module()), torch.linspace(-2, 2, 9, dtype=torch.float64)
     if activation.slope_from_output:
         torch.testing.assert_close(activation.slope(activation.function(z)), activation.slope_at(z))
@@ -430,7 +431,12 @@ def own_towers():
 
 def test_a_new_step_is_a_class_and_a_line(own_step):
     left, right = own_towers()
-    assert [type(step) for step in stack.steps(left, "ids")] == [InputAffine, SquashStep, Affine, SquashStep]
+    assert [type(step) for step in stack.steps(left, Inputs("ids"))] == [
+        InputAffine,
+        SquashStep,
+        Affine,
+        SquashStep,
+    ]
     assert_exact(left, right)
     fitted = gt.minimize(gt.Problem(PAIRS), gt.Towers(left.float(), right.float()), "newton-kron", max_iterations=3)
     values = [record.value for record in fitted.history]

@@ -36,35 +36,21 @@ BACKENDS = ("auto", *_MODULES)
 
 
 class Kernels(Protocol):
-    """The operations of a backend; reference.py defines each of them."""
+    """The operations of a backend; reference.py defines and documents each of them."""
 
     SLOPES_FROM_OUTPUTS: bool  # whether φ′ is computed from activations' outputs if it can be, and not stored
     GATHERS_BFLOAT16: bool  # whether gathered rows may be bfloat16 while the others are float32
     SOLVES_ROWS: bool  # whether systems of rows are worth their time
 
-    def dots(self, pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
-        """x_e = a_i · b_j."""
-
-    def left_sum(self, pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
-        """out += X B."""
-
-    def right_sum(self, pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
-        """out += Xᵀ A."""
-
+    def dots(self, pairs: Pairs, A: Tensor, B: Tensor) -> Tensor: ...
+    def left_sum(self, pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None: ...
+    def right_sum(self, pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None: ...
     def curvature_left(
         self, pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor
-    ) -> Tensor:
-        """z_e = c_e (w_i·q_j + p_i·h_j) returned; out += Z Q."""
-
-    def solve_left(self, pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor:
-        """A_i s_i ≈ −g_i for each left row; Σ ‖g_i‖² returned."""
-
-    def solve_right(self, pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor:
-        """The same for each right row."""
-
-    def losses(self, pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
-        """ℓ⁺ on O with its derivatives, in one pass over O."""
-
+    ) -> Tensor: ...
+    def solve_left(self, pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor: ...
+    def solve_right(self, pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor: ...
+    def losses(self, pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed: ...
     def loss_left(
         self,
         pairs: Pairs,
@@ -74,21 +60,11 @@ class Kernels(Protocol):
         out: Tensor,
         tangents: tuple[Tensor, Tensor] | None = None,
         gathered: Tensor | None = None,
-    ) -> tuple[Tensor, int]:
-        """x_e = ∂ℓ⁺/∂ŷ, or ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j), returned with its number of passes over O; out += X Q."""
-
-    def inner(self, a: Tensor, b: Tensor) -> Tensor:
-        """Σ a_e b_e in float64, a scalar on the device."""
-
-    def column_sums(self, x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """Σ_i weight_i x_i in ``dtype`` or that of x."""
-
-    def column_lines(self, x: Tensor) -> Tensor:
-        """Fewer rows with the same column sums."""
-
-    def activate(self, x: Tensor, bias: Tensor, activation: Activation) -> Tensor:
-        """φ(x + bias)."""
-
+    ) -> tuple[Tensor, int]: ...
+    def inner(self, a: Tensor, b: Tensor) -> Tensor: ...
+    def column_sums(self, x: Tensor, weight: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor: ...
+    def column_lines(self, x: Tensor) -> Tensor: ...
+    def activate(self, x: Tensor, bias: Tensor, activation: Activation) -> Tensor: ...
     def slope_product(
         self,
         g: Tensor,
@@ -99,14 +75,9 @@ class Kernels(Protocol):
         initial: Tensor | None = None,
         scale: float = 1.0,
         sums: bool = False,
-    ) -> Tensor | None:
-        """scale·initial + (g + bias) ∘ φ′ written to ``out``; with ``sums``, partial column sums of the second term."""
-
-    def export_order(self, pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
-        """The traversal order of pairs: short index tensors, and by name the O(|O|) tensors of the order by columns."""
-
-    def import_order(self, pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None:
-        """Restore an exported order for a copy of the same pairs; None if no sum over columns will follow."""
+    ) -> Tensor | None: ...
+    def export_order(self, pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]: ...
+    def import_order(self, pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None: ...
 
 
 if TYPE_CHECKING:

@@ -203,9 +203,9 @@ def slope_product(
 
 
 def export_order(pairs: Pairs) -> tuple[Order | None, dict[str, Tensor]]:
-    """The traversal order of pairs: none here."""
+    """The traversal order of pairs, none here: short tensors, and by name O(|O|) tensors of the order by columns."""
     return None, {}
 
 
 def import_order(pairs: Pairs, order: Order | None, by_columns: dict[str, Tensor] | None) -> None:
-    """Restore an exported order for a copy of the same pairs: nothing to do here."""
+    """Restore an exported order for a copy of the same pairs; None if no sum over columns will follow."""

@@ -74,8 +74,7 @@ class LeftBlock:
         """X of eq:Xij, and U += X Q."""
         if self._resident:
             x = self.observed.slopes
-            self._kernels.left_sum(self._pairs, x, self._Q, U)
-            self.passes += 1
+            self.left_sum(x, self._Q, U)
             return x
         x, passes = self._kernels.loss_left(self._pairs, self.P, self._Q, self._terms, U)
         self.passes += passes

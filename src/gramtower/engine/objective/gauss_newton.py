@@ -30,14 +30,9 @@ from gramtower.engine.towers.parameters import LinearOperator, Parameters
 class Factored(Protocol):
     """A preconditioner as an executor sees it."""
 
-    def compute(self, d: Parameters, out: Parameters) -> Parameters:
-        """The product, kernel by kernel."""
-
-    def tensors(self) -> list[Tensor]:
-        """What it is made of, always in the same order."""
-
-    def copy(self) -> Factored:
-        """A deep copy."""
+    def compute(self, d: Parameters, out: Parameters) -> Parameters: ...  # the product, kernel by kernel
+    def tensors(self) -> list[Tensor]: ...  # what it is made of, always in the same order
+    def copy(self) -> Factored: ...
 
 
 class Executor:

@@ -60,25 +60,17 @@ def refuse_unfit(side: str, module: nn.Module) -> None:
             )
 
 
-def steps(module: nn.Module, kind: str, width: int = 0, codes: bool = False) -> list[Op]:
-    """The module as a list of steps.
-
-    Args:
-        module: the tower.
-        kind: kind of its features, "ids", "dense" or "sparse".
-        width: number of feature columns; only needed for modules that are traced.
-        codes: whether dense features are integers.
-    """
+def steps(module: nn.Module, inputs: Inputs) -> list[Op]:
+    """The module as a list of steps."""
     names = {id(p): name for name, p in module.named_parameters()}  # a tensor used twice has one name
     if _has_hooks(module):
         return [opaque(module)]
-    result = _stacked(module, kind, names)
-    if result is None:
-        try:
-            result = trace(module, Inputs(kind, width, codes), names, partial(_recognised, kind, names))
-        except Untraceable:
-            result = [opaque(module)]
-    return result
+    try:
+        return _stacked(module, inputs.kind, names) or trace(
+            module, inputs, names, partial(_recognised, inputs.kind, names)
+        )
+    except Untraceable:
+        return [opaque(module)]
 
 
 def _stacked(module: nn.Module, kind: str, names: Names) -> list[Op] | None:

@@ -27,6 +27,7 @@ from gramtower.engine.towers.linearization import Linearization, Work, check_sha
 from gramtower.engine.towers.opaque import FIRST_LAYER
 from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
 from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
+from gramtower.engine.towers.trace import Inputs
 
 _PROBE = 3  # rows probed before the first evaluation
 _Probes = WeakKeyDictionary[Features, dict[tuple[str, str], tuple[int, int]]]  # by side and steps: columns, row_bytes
@@ -204,7 +205,7 @@ class Towers:
         """Output widths of both towers' layers over ids, 0 for other steps; None if some step is not analytic."""
         result: list[list[int]] = []
         for side, module in (("left", self.left), ("right", self.right)):
-            ops = self._steps(side, "ids", 0, False)
+            ops = self._steps(side, Inputs("ids"))
             if not all(op.analytic for op in ops):
                 return None
             tensors: Named = dict(module.named_parameters())
@@ -282,17 +283,17 @@ class Towers:
     def _prepare_side(self, side: str, module: nn.Module, features: Features, values: Values) -> _Prepared:
         stack.refuse_unfit(side, module)
         codes = features.kind == "dense" and not features.arrays[0].is_floating_point()
-        ops = self._steps(side, features.kind, 0 if features.kind == "ids" else features.width, codes)
+        ops = self._steps(side, Inputs(features.kind, 0 if features.kind == "ids" else features.width, codes))
         columns, row_bytes = self._probe(side, module, ops, features, values)
         return _Prepared(side, features, ops, values, columns, row_bytes, frozenset(self._names[side]))
 
-    def _steps(self, side: str, kind: str, width: int, codes: bool) -> list[Op]:
+    def _steps(self, side: str, inputs: Inputs) -> list[Op]:
         """The steps of one side's module, rebuilt when a submodule, its mode or its hooks have changed."""
         module = self.left if side == "left" else self.right
         parts = tuple(map(_mode, module.modules()))
-        state = (kind, width, codes, parts, tuple((id(p), p.requires_grad) for p in module.parameters()))
+        state = (inputs, parts, tuple((id(p), p.requires_grad) for p in module.parameters()))
         if side not in self._traced or self._traced[side][0] != state:
-            self._traced[side] = (state, stack.steps(module, kind, width, codes))
+            self._traced[side] = (state, stack.steps(module, inputs))
         return self._traced[side][1]
 
     def embed(self, side: str, features: Features, parameters: Parameters | None = None) -> Tensor:
@@ -392,7 +393,7 @@ def _join(
     owned: set[str] = set()
     for side, (module, features) in zip(("left", "right"), sides, strict=True):
         if features.kind == "ids":
-            tables = stack.steps(module, "ids")[0].id_tables(side, features)
+            tables = stack.steps(module, Inputs("ids"))[0].id_tables(side, features)
             owned |= {names[side][local] for local in tables if local in names[side]}
     if twice := sorted(owned & used[0] & used[1]):
         given = f"one table {twice[0]} for both sides"

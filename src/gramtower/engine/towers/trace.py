@@ -197,7 +197,7 @@ class Inputs:
     """The features that a tower reads."""
 
     kind: str  # "ids", "dense" or "sparse"
-    width: int = 0  # number of feature columns
+    width: int = 0  # number of feature columns; only needed for modules that are traced
     codes: bool = False  # whether dense features are integers
 
     def example(self, dtype: torch.dtype) -> Tensor:
