@@ -128,7 +128,7 @@ class Case:
         both = torch.cat([P, Q])
         square = gram(Q, Q).to(Q.dtype)
         kernels, resident = point.evaluation.kernels, problem.resident_pairs(towers)
-        pairs, left, right = resident.pairs, point.evaluation.left.tower, point.evaluation.right
+        pairs, left, right = resident.pairs, point.evaluation.left, point.evaluation.right
 
         def backward() -> None:
             left.vjp(P, towers.local_tensors("left", out))

@@ -33,7 +33,7 @@ def test_agrees_with_the_dense_twin(loss, imputed, weights, kernels):
     case = streamed(
         loss=loss, imputed=imputed, weights=weights, kernels=kernels, embedding_l2=0.2, pair_weights=weights
     )
-    assert not compare(case).evaluation.left.resident
+    assert not compare(case).evaluation.pairs.resident
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter runs where there is no GPU")
@@ -115,7 +115,7 @@ def test_nothing_of_the_left_side_is_kept():
     point = case.problem.at(case.towers)
     assert point.value
     point.gauss_newton() @ point.gradient()
-    tower = point.evaluation.left.tower
+    tower = point.evaluation.left
     assert not [t for t in vars(tower).values() if isinstance(t, torch.Tensor)]
     assert not tower._kept
     assert point.P.shape[0] == 30  # on demand
@@ -185,7 +185,7 @@ def test_blocks_see_views_of_the_left_rows_constants():
         for own, every in ((block.side.weight, whole.weight), (block.side.imputed, whole.imputed)):
             assert own.data_ptr() == every[block.start :].data_ptr()
 
-    evaluation.left.visit(look, evaluation.right_rows)
+    evaluation.visit(look)
 
 
 @pytest.mark.parametrize("kernels", ["numba", "triton"])

@@ -148,13 +148,13 @@ def results(case):
 def test_blocks_and_recomputation_do_not_change_results(tower, kind, activations, monkeypatch):
     size = dict(m=45, n=38, tower=tower, kinds=(kind, kind), weights=True, embedding_l2=0.1, seed=30)
     whole, expected = results(make_case(**size, memory_budget="1GB"))
-    assert whole.evaluation.left.tower.plan == BlockPlan(45, True)
+    assert whole.evaluation.left.plan == BlockPlan(45, True)
     monkeypatch.setattr(plan, "_CPU_BLOCK", 7)
     point, found = results(make_case(**size, activations=activations))
     assert relative(found, expected) < 1e-13
     table_by_autodiff = tower == "branching" and kind == "ids"  # which would be walked once for every block
-    assert point.evaluation.left.tower.plan.rows == (7 if not table_by_autodiff else 45 if activations is None else 16)
-    assert activations is None or not (point.evaluation.left.tower.plan.keep and point.evaluation.right.plan.keep)
+    assert point.evaluation.left.plan.rows == (7 if not table_by_autodiff else 45 if activations is None else 16)
+    assert activations is None or not (point.evaluation.left.plan.keep and point.evaluation.right.plan.keep)
 
 
 def test_one_module_for_both_sides_in_blocks(monkeypatch):

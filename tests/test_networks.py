@@ -81,12 +81,12 @@ def test_a_class_with_the_layers_of_a_stack_becomes_its_steps_and_its_preconditi
 @pytest.mark.parametrize("kind", FEATURES)
 def test_known_parts_of_own_classes_leave_nothing_to_autodiff(tower, kind):
     case = make_case(tower=tower, kinds=(kind, kind))
-    assert all(step.analytic for step in case.problem.at(case.towers).evaluation.left.tower.steps)
+    assert all(step.analytic for step in case.problem.at(case.towers).evaluation.left.steps)
 
 
 def test_what_has_no_step_is_autodiff_alone_and_named():
     case = make_case(tower="joined")
-    parts = [part for step in case.problem.at(case.towers).evaluation.left.tower.steps for part in step.parts]
+    parts = [part for step in case.problem.at(case.towers).evaluation.left.steps for part in step.parts]
     assert [part.label for part in parts if isinstance(part, Opaque)] == ["softmax"]
     assert sum(isinstance(part, InputAffine) for part in parts) == 2
 
@@ -233,7 +233,7 @@ def test_curvature_through_branches_is_the_mean_over_rows(name):
     torch.manual_seed(3)
     module = Wrapped(ONE_CURVE[name], nn.Linear(3, 4)).double()
     problem = gt.Problem(PAIRS, X)
-    tower = problem.at(gt.Towers(module, nn.Embedding(5, 3).double())).evaluation.left.tower
+    tower = problem.at(gt.Towers(module, nn.Embedding(5, 3).double())).evaluation.left
     H = torch.randn(3, 3, dtype=torch.float64)
     H, r = H @ H.T, torch.tensor([0.5, 2.0, 0.1, 1.4, 1.0, 1.0], dtype=torch.float64)
     factors = tower_factors(tower, H, r, set(dict(module.named_parameters())), 4, 0)
@@ -263,7 +263,7 @@ def test_factors_of_a_part_by_autodiff_agree_with_the_closed_form():
     H, r = torch.diag(torch.tensor([3.0, 1.0, 0.2], dtype=torch.float64)), torch.tensor(rng.random(300) * 2)
     found = []
     for left in (module, hooked):
-        tower = problem.at(gt.Towers(left, nn.Embedding(5, 3).double())).evaluation.left.tower
+        tower = problem.at(gt.Towers(left, nn.Embedding(5, 3).double())).evaluation.left
         factors = tower_factors(tower, H, r, set(dict(module.named_parameters())), 200, 0)
         found.append({factor.weight: factor for factor in factors.layers})
     assert isinstance(tower.steps[0], Opaque)
@@ -293,7 +293,7 @@ def test_the_preconditioner_does_not_depend_on_blocks_or_on_what_is_kept(tower, 
         case = make_case(m=40, n=30, tower=tower, kinds=(kind, kind), weights=True, activations=activations, seed=6)
         point = case.problem.at(case.towers)
         products.append((point.preconditioner() @ point.gradient()).vector)
-    assert not point.evaluation.left.tower.plan.keep
+    assert not point.evaluation.left.plan.keep
     assert relative(*products) < 1e-7
 
 
@@ -409,7 +409,7 @@ def test_columns_of_features_are_fields_with_tables_of_their_own(sparse, kept):
     problem = gt.Problem(PAIRS, sp.csr_matrix(rows) if sparse else rows, omega=0.5, l2=0.1)
     problem.activations = None if kept else 1
     towers = gt.Towers(module.double(), nn.Embedding(5, 3).double())
-    tower = problem.at(towers).evaluation.left.tower
+    tower = problem.at(towers).evaluation.left
     assert tower.plan.keep == kept
     assert all(step.analytic for step in tower.steps)
     if sparse:

@@ -68,7 +68,7 @@ def test_written_out_steps_agree_with_autodiff(tower, kind, variant):
     for module in (case.towers.left, case.towers.right):
         module.register_forward_hook(lambda *_: None)  # a module with hooks is called as it is
     hooked = case.problem.at(gt.Towers(case.towers.left, case.towers.right))
-    assert [type(step) for step in (*hooked.evaluation.left.tower.steps, *hooked.evaluation.right.steps)] == [
+    assert [type(step) for step in (*hooked.evaluation.left.steps, *hooked.evaluation.right.steps)] == [
         Opaque,
         Opaque,
     ]
@@ -120,7 +120,7 @@ def test_features_that_were_embedded_are_not_kept():
 
 def test_stacks_of_known_layers_are_written_out():
     case = make_case(tower="deep-tanh")
-    kinds = [type(step) for step in case.problem.at(case.towers).evaluation.left.tower.steps]
+    kinds = [type(step) for step in case.problem.at(case.towers).evaluation.left.steps]
     assert kinds == [InputAffine, Elementwise, Affine, Elementwise, Affine]
 
 

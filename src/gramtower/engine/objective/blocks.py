@@ -108,47 +108,6 @@ class LeftBlock:
         return solve(self._pairs, self.observed.slopes, self.observed.curvatures, others, systems)
 
 
-class LeftRows:
-    """The left rows of one point.
-
-    The left ``tower`` is evaluated over all rows if they are resident, and not yet run if they are streamed.
-    """
-
-    def __init__(self, side: Side, pairs: PairBlocks, tower: Linearization, kernels: Kernels) -> None:
-        self.tower, self.resident = tower, pairs.resident
-        self._side, self._pairs, self._kernels = side, pairs, kernels
-        self._block: LeftBlock | None = None
-
-    @property
-    def largest(self) -> int:
-        """Rows of the largest block."""
-        return max((stop - start for start, stop in self._pairs.bounds), default=0)
-
-    def visit(self, action: Callable[[LeftBlock], None], Q: Tensor, by_columns: bool = True) -> float:
-        """Call ``action`` with each block in order; returns the passes over its pairs that each made.
-
-        A streamed block is valid during the call. An action that only sums over rows does not need the order of the
-        pairs ``by_columns``, which is not copied then.
-        """
-        passes = 0.0
-        for start, stop, pairs in self._pairs.visit(by_columns):
-            block = self._block or self._make(start, stop, pairs, Q)
-            del pairs
-            before = block.passes
-            action(block)
-            passes = block.passes - before
-            if self.resident:
-                self._block = block
-            del block  # before the next one is made
-        return passes
-
-    def _make(self, start: int, stop: int, pairs: PairConstants, Q: Tensor) -> LeftBlock:
-        if self.resident:
-            return LeftBlock(start, self._side, pairs, self.tower, Q, self._kernels, True)
-        side, tower = self._side.rows(start, stop), self.tower.over(start, stop)
-        return LeftBlock(start, side, pairs, tower, Q, self._kernels, False)
-
-
 class PairBlocks:
     """The pairs of a problem on a device, in blocks of left rows; made when they are first visited.
 
@@ -170,6 +129,11 @@ class PairBlocks:
         self._copy_stream: Any = None  # one for all visits: the allocator caches memory per stream
         self._made: list[PairConstants] = []
         self._stored: list[_PinnedPairs] = []
+
+    @property
+    def largest(self) -> int:
+        """Rows of the largest block."""
+        return max(stop - start for start, stop in self.bounds)
 
     def visit(self, by_columns: bool = True) -> Iterator[tuple[int, int, PairConstants]]:
         """Ranges of rows with their pairs, in order; each is valid until the next one is asked for."""

@@ -223,7 +223,7 @@ class _Slot:
     def _evaluate(self) -> None:
         self.evaluation = self._fresh()
         _ = self.evaluation.sums
-        for tower in (self.evaluation.left.tower, self.evaluation.right):
+        for tower in (self.evaluation.left, self.evaluation.right):
             tower.precompute()  # here, as a product or a preconditioner may come before a gradient
 
     def _multiply(self, evaluation: Evaluation) -> None:

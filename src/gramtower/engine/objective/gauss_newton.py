@@ -134,9 +134,9 @@ class _Buffers:
         Q, c = at.Q, at.constants
         (Pc, Qc), _ = at.gramians
         self.gramians = at.scaled(Pc), at.scaled(Qc)
-        computed = [tower.viewed_table is None for tower in (at.left.tower, at.right)]  # otherwise jvps are views of d
-        self.W = Q.new_empty(at.left.largest, Q.shape[1]) if computed[0] else None
-        self.U = Q.new_empty(at.left.largest, Q.shape[1]) if at.left_table is None else None
+        computed = [tower.viewed_table is None for tower in (at.left, at.right)]  # otherwise jvps are views of d
+        self.W = Q.new_empty(at.pairs.largest, Q.shape[1]) if computed[0] else None
+        self.U = Q.new_empty(at.pairs.largest, Q.shape[1]) if at.left_table is None else None
         self.H, self.V = torch.empty_like(Q) if computed[1] else None, torch.empty_like(Q)
         self.centred_H = None if c.fitted_total is None else torch.empty_like(Q)
         rows = at.right_rows

@@ -161,7 +161,7 @@ def kronecker(
     squares: dict[str, Tensor] = {}
     extra: dict[str, list[tuple[Tensor, Tensor]]] = {}  # Σ_i r_i and S of biases kept apart from their tables
     tables: dict[str, str] = {}  # weights with one row for each entity of a side
-    sides = [(number, (at.left.tower, at.right)[number]) for number in numbers]
+    sides = [(number, (at.left, at.right)[number]) for number in numbers]
     curvatures, weights = zip(*(_output_curvature(at, number, moments) for number in numbers), strict=True)
     if any(len(tower.steps) > 1 for _, tower in sides):  # the inverse of a table's S is found if it is not definite
         curvatures = tuple(_semidefinite(curvatures))

@@ -36,7 +36,7 @@ from gramtower.data.pairs import from_sparse, sorting_bytes
 from gramtower.distributed.shards import Shards, unsharded
 from gramtower.engine.kernels import BACKENDS, layout, select
 from gramtower.engine.kernels.elementwise import Loss, as_loss
-from gramtower.engine.objective.blocks import LeftRows, PairBlocks
+from gramtower.engine.objective.blocks import PairBlocks
 from gramtower.engine.objective.constants import (
     Constants,
     ImputedLike,
@@ -128,7 +128,7 @@ class Point:
         """Whether scores are linear in each side's parameters while the other's are fixed, and both are trained."""
         at, towers = self.evaluation, self.evaluation.towers
         both = all(towers.local_names(side) for side in ("left", "right"))
-        return both and not towers.share_parameters and at.left.tower.linear and at.right.linear
+        return both and not towers.share_parameters and at.left.linear and at.right.linear
 
     @property
     def work(self) -> Work:
@@ -364,8 +364,8 @@ class Problem:
         blocks = plan.left, plan.right
         with products_in(self.precision):
             left, right = towers.linearize(theta, self.left, self.right, kernels, blocks, self.work, scratch)
-        rows = LeftRows(constants.left, self._blocks_of_pairs(towers, plan.streamed), left, kernels)
-        return Evaluation(constants, towers, theta, rows, right, kernels, self.work)
+        pairs = self._blocks_of_pairs(towers, plan.streamed)
+        return Evaluation(constants, towers, theta, pairs, left, right, kernels, self.work)
 
     def constants(self, towers: Towers) -> Constants:
         """The constants of the objective in the towers' dtype on their device; made once."""

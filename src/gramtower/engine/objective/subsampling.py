@@ -19,7 +19,7 @@ from gramtower._util import checks as check
 from gramtower.data.pairs import Pairs
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import select
-from gramtower.engine.objective.blocks import LeftRows, PairBlocks
+from gramtower.engine.objective.blocks import PairBlocks
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.parameters import Parameters
@@ -143,5 +143,4 @@ def _restrict(
     plans = problem.plan(towers).blocks_for((left.rows, right.rows))
     towers_at = towers.linearize(parameters, left, right, kernels, plans, problem.work)
     blocks = PairBlocks(lambda _: sampled, left.rows, None, False, kernels)
-    rows = LeftRows(constants.left, blocks, towers_at[0], kernels)
-    return Evaluation(constants, towers, parameters, rows, towers_at[1], kernels, problem.work, share)
+    return Evaluation(constants, towers, parameters, blocks, *towers_at, kernels, problem.work, share)

@@ -24,8 +24,8 @@ from torch import Tensor
 from gramtower._util.torch_runtime import SideStream, products_in
 from gramtower.distributed.group import Pending
 from gramtower.engine.kernels import Kernels
-from gramtower.engine.objective.blocks import LeftBlock, LeftRows
-from gramtower.engine.objective.constants import Constants
+from gramtower.engine.objective.blocks import LeftBlock, PairBlocks
+from gramtower.engine.objective.constants import Constants, PairConstants
 from gramtower.engine.objective.formulas import SideSums, gram, output_gradient, pair_moments, side_sums, value_terms
 from gramtower.engine.towers.linearization import Linearization, Work
 from gramtower.engine.towers.parameters import Parameters
@@ -50,7 +50,8 @@ class Evaluation:
     Attributes:
         parameters: θ, a private copy.
         constants: of the objective.
-        left: the left rows.
+        pairs: the observed pairs, in blocks of left rows.
+        left: the left tower, at θ over all rows if they are resident, and not yet run if they are streamed.
         right: the right tower at θ.
         stream: a side stream for the right side's work.
 
@@ -62,23 +63,25 @@ class Evaluation:
         constants: Constants,
         towers: Towers,
         parameters: Parameters,
-        left: LeftRows,
+        pairs: PairBlocks,
+        left: Linearization,
         right: Linearization,
         kernels: Kernels,
         work: Work,
         share: tuple[float, float] = (1, 1),
     ) -> None:
         self.constants, self.towers, self.parameters = constants, towers, parameters
-        self.left, self.right, self.kernels, self.work = left, right, kernels, work
+        self.pairs, self.left, self.right, self.kernels, self.work = pairs, left, right, kernels, work
         self.share = share  # of the observed pairs, and of all pairs, that this evaluation covers
         self.stream = SideStream()
         self._taken: dict[int, SideSums] = {}
+        self._block: LeftBlock | None = None  # of all rows, if they are resident
 
     @property
     def P(self) -> Tensor:
         """The left embeddings, m × k; a forward each time they are asked for where they are not kept."""
         with products_in(self.constants.precision):
-            return self.left.tower.outputs
+            return self.left.outputs
 
     @property
     def gathers_bfloat16(self) -> bool:
@@ -160,10 +163,30 @@ class Evaluation:
         return (P, Q), (hP, hQ)
 
     def visit(self, action: Callable[[LeftBlock], None], by_columns: bool = True) -> None:
-        """Call ``action`` with each block of left rows; passes over O are counted."""
+        """Call ``action`` with each block of left rows, in order; passes over O are counted.
+
+        A streamed block is valid during the call. An action that only sums over rows does not need the order of the
+        pairs ``by_columns``, which is not copied then.
+        """
+        passes = 0.0  # over its pairs that each block made
         with products_in(self.constants.precision):
-            passes = self.left.visit(action, self.right_rows, by_columns)
+            Q = self.right_rows
+            for start, stop, pairs in self.pairs.visit(by_columns):
+                block = self._block or self._make_block(start, stop, pairs, Q)
+                del pairs
+                before = block.passes
+                action(block)
+                passes = block.passes - before
+                if self.pairs.resident:
+                    self._block = block
+                del block  # before the next one is made
         self.work.pair_passes += self.share[0] * passes
+
+    def _make_block(self, start: int, stop: int, pairs: PairConstants, Q: Tensor) -> LeftBlock:
+        side, tower, resident = self.constants.left, self.left, self.pairs.resident
+        if not resident:
+            side, tower = side.rows(start, stop), tower.over(start, stop)
+        return LeftBlock(start, side, pairs, tower, Q, self.kernels, resident)
 
     @torch.no_grad()
     def gradient(
@@ -229,10 +252,10 @@ class Evaluation:
             pending_sums.append((pending, None if self.stream.stream is None else x))
             block.tower.vjp(U, self.towers.local_tensors("left", total), initial[0], flush=False)
 
-        self.left.tower.start_vjp()
+        self.left.start_vjp()
         self.visit(visit)
         total, initial = start()
-        self.left.tower.flush_bias_sums(self.towers.local_tensors("left", total))
+        self.left.flush_bias_sums(self.towers.local_tensors("left", total))
 
         def pull_right() -> None:
             for pending, _ in pending_sums:
@@ -265,11 +288,11 @@ class Evaluation:
     @property
     def left_table(self) -> str | None:
         """The name in Parameters of the trained table whose rows are P, and nothing else; None if P is computed."""
-        return None if self.left.tower.viewed_table is None else self._fusable("left", "right")
+        return None if self.left.viewed_table is None else self._fusable("left", "right")
 
     def _fusable(self, side: str, other: str) -> str | None:
         """The name in Parameters of the table that a tower's vjp writes in full; None if the other tower adds to it."""
-        local = (self.left.tower if side == "left" else self.right).fusable_table
+        local = (self.left if side == "left" else self.right).fusable_table
         name = self.towers.local_names(side).get(local) if local is not None else None
         return None if name in self.towers.local_names(other).values() else name
 
