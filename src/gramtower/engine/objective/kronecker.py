@@ -149,9 +149,7 @@ class _Block:
 
 
 @torch.no_grad()
-def kronecker(
-    at: Evaluation, damping: float, side: str | None = None, executor: Executor = EAGER, seed: int = 0
-) -> Kronecker:
+def kronecker(at: Evaluation, damping: float, side: str | None, executor: Executor) -> Kronecker:
     """Build the preconditioner at a point; with ``side``, that of its parameters alone."""
     c, towers = at.constants, at.towers
     numbers = [number for number, name in enumerate(SIDES) if side in (None, name) and towers.local_names(name)]
@@ -168,7 +166,7 @@ def kronecker(
     for (number, tower), H, weight in zip(sides, curvatures, weights, strict=True):
         names = towers.local_names(SIDES[number])
         owned = {own for own, name in names.items() if name in at.parameters.layout.owned}
-        factors = tower_factors(tower, H, weight, set(names), _DRAWS, seed + number, c.shards.group, owned)
+        factors = tower_factors(tower, H, weight, set(names), _DRAWS, number, c.shards.group, owned)
         for factor in factors.layers:
             bias = None if factor.bias is None else names[factor.bias]
             renamed = replace(factor, weight=names[factor.weight], bias=bias)
