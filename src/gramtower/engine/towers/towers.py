@@ -26,6 +26,7 @@ from gramtower.engine.towers import stack
 from gramtower.engine.towers.linearization import Linearization, Work, check_shape
 from gramtower.engine.towers.opaque import FIRST_LAYER
 from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
+from gramtower.engine.towers.stack import Sizes
 from gramtower.engine.towers.steps import Named, Op, Scratch, Values, materialise
 from gramtower.engine.towers.trace import Inputs
 
@@ -230,7 +231,7 @@ class Towers:
         f, g = self._prepare(parameters, left, right, kernels, self._scratch if scratch is None else scratch)
         return f.linearize(plans[0], work), g.linearize(plans[1], work)
 
-    def sizes(self, left: Features, right: Features, kernels: Kernels) -> stack.Sizes:
+    def sizes(self, left: Features, right: Features, kernels: Kernels) -> Sizes:
         """The number of columns, the bytes of an entity's activations and other sizes of both towers."""
         f, g = self._prepare(None, left, right, kernels, self._scratch)
         kept = [0 if side.viewed else side.row_bytes for side in (f, g)]
@@ -238,7 +239,7 @@ class Towers:
         autodiff = not all(op.analytic for side in (f, g) for op in side.steps)
         factors = sum(stack.factor_bytes(side.steps, side.features.kind, side.values) for side in (f, g))
         by_side = [stack.feature_bytes(side.features, side.steps, side.values, side.columns) for side in (f, g)]
-        return stack.Sizes(
+        return Sizes(
             columns=f.columns,
             row_bytes=(peaks[0], peaks[1]),
             kept_bytes=(kept[0], kept[1]),
