@@ -174,10 +174,9 @@ class Explainer:
         columns, row = x.indices.astype(np.int64), torch.from_numpy(x.data.astype(np.float64))
         values, base, score, method = self._towers[this.name].parts(columns, row, x.shape[1], q)
         found: list[Contribution] = []
-        start = 0
-        for part in this.inputs.parts:
-            inside = (columns >= start) & (columns < start + part.width)
-            places, parts = columns[inside] - start, values[inside]
+        for part, span in this.inputs.spans:
+            inside = (columns >= span.start) & (columns < span.stop)
+            places, parts = columns[inside] - span.start, values[inside]
             if part.kind == "history":
                 found += _named("history", that, places, parts)
             elif part.kind == "id":
@@ -187,7 +186,6 @@ class Explainer:
                 labels = places.tolist() if names is None else [names[place] for place in places.tolist()]
                 pairs = zip(labels, parts.tolist(), strict=True)
                 found += [Contribution("feature", label, value) for label, value in pairs]
-            start += part.width
         if own is not None and own < this.trained and self._fitted.refine and this.inputs.features_alone:
             moved = float(this.embeddings[own].double() @ q)
             found += _named("id", this, np.array([own]), np.array([moved - score]))
@@ -212,12 +210,10 @@ class Explainer:
             check.fail(f"{this.name}_features, histories", f"{row.shape[0]} rows", "one, of the entity asked about")
         x = sp.csr_matrix(row, dtype=np.float32)
         if own is not None and own < this.trained:
-            start = 0
-            for part in inputs.parts:
+            for part, span in inputs.spans:
                 if part.kind == "id":
-                    one = (np.full(1, part.factor, np.float32), (np.zeros(1, np.int64), np.array([start + own])))
+                    one = (np.full(1, part.factor, np.float32), (np.zeros(1, np.int64), np.array([span.start + own])))
                     x = sp.csr_matrix(x + sp.csr_matrix(one, shape=x.shape))
-                start += part.width
         return x
 
 

@@ -125,13 +125,12 @@ def _write_onnx(path: Path, network: IdNetwork | DenseNetwork | SparseNetwork, g
 
 def described_parts(inputs: FeatureSpec) -> list[JSON]:
     """The columns of the parts, and how tables become columns; scaling is in the network."""
-    parts, first = [], 0
-    for part in inputs.parts:
-        one: dict[str, Any] = {"kind": part.kind, "first_column": first, "columns": part.width}
+    parts = []
+    for part, span in inputs.spans:
+        one: dict[str, Any] = {"kind": part.kind, "first_column": span.start, "columns": part.width}
         if part.table is not None:
             one["table"] = [to_plain(encoder) | {"columns": encoder.width} for encoder in part.table.encoders]
         parts.append(one)
-        first += part.width
     return parts
 
 
@@ -217,13 +216,12 @@ class SparseNetwork(nn.Module):
             tower = nn.Sequential(*layers[1:])
         self.rest = tower
         self.usual: nn.Parameter | None = None  # of entities without a history, before the bias
-        self.first, self.stop, start = 0, 0, 0
-        for part in inputs.parts:
+        self.first, self.stop = 0, 0
+        for part, span in inputs.spans:
             if part.usual is not None:
-                self.first, self.stop, row = start, start + part.width, torch.zeros(1, self.width)
-                row[0, self.first : self.stop] = torch.from_numpy(part.usual.toarray()[0])
+                self.first, self.stop, row = span.start, span.stop, torch.zeros(1, self.width)
+                row[0, span] = torch.from_numpy(part.usual.toarray()[0])
                 self.usual = _constant(row if self.table is None else row @ self.table)
-            start += part.width
 
     def forward(self, columns: Tensor, values: Tensor) -> Tensor:
         there = columns >= 0

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.checks import check_hidden
-from gramtower.data import frames
 from gramtower.data.frames import Column
 from gramtower.data.ids import Key, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike, pairs_of, union
@@ -34,12 +33,14 @@ from gramtower.model import defaults
 from gramtower.model.feature_spec import (
     FeatureSpec,
     GivenFeatures,
+    IdArray,
     Ids,
     Matrix,
     Part,
     is_frame,
-    is_path,
     is_sparse,
+    is_table,
+    read_table,
     training_inputs,
     training_parts,
 )
@@ -84,12 +85,9 @@ class Columns:
 
     def read_pairs(self, name: str, given: PairsLike | str | os.PathLike[str]) -> FitPairs:
         """The same, where of a frame or file without named columns the first two hold left and right ids."""
-        if is_path(given):
-            frame = frames.read_frame(name, check.path(name, given))
-        elif is_frame(given):
-            frame = frames.as_frame(name, given)
-        else:
+        if not is_table(given):
             return self.read(name, given)
+        frame = read_table(name, given)
         if self.left is None and self.right is None and len(frame.columns) < 2:
             check.fail(name, f"a table of {len(frame.columns)} columns", "left and right ids in two of them")
         chosen = self if self.left is not None or self.right is not None else replace(self, left=0, right=1)
@@ -386,15 +384,9 @@ def own_pairs(ids: Ids, shape: tuple[int, int]) -> sp.csr_matrix:
     return sp.csr_matrix(entries, shape=shape)
 
 
-def known_pairs(ids: Ids, pairs: Interactions) -> int:
-    """How many pairs have both ids among those known; None for a side whose every id will do."""
-    given = (pairs.left_ids, pairs.right_ids)
-    there = [
-        np.ones(len(new), dtype=bool) if known is None else join(new, index_of(known)) >= 0
-        for known, new in zip(ids, given, strict=True)
-    ]
-    coo = pairs.matrix.tocoo()
-    return int((there[0][coo.row] & there[1][coo.col]).sum())
+def known_pairs(ids: tuple[IdArray, IdArray], pairs: Interactions) -> int:
+    """How many pairs have both ids among those known."""
+    return int(align("pairs", pairs, ids, (len(ids[0]), len(ids[1]))).pairs.nnz)
 
 
 def _read_pairs(pairs: FitPairs, group: Group) -> tuple[sp.csr_matrix, Ids, NDArray[np.floating] | None]:

@@ -284,9 +284,9 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
 
 def described_features(side: str, inputs: FeatureSpec, ids: IdArray | None, given: FeaturesLike) -> FeaturesLike:
     """What the tower of a side sees: as before where the model can tell, otherwise as given, for all entities."""
-    name, wanted = f"{side}_features", [part.kind for part in inputs.parts if part.kind not in ("id", "history")]
+    name = f"{side}_features"
     if given is None:
-        if wanted:
+        if inputs.given:
             expected = (
                 f"features of all {side} entities, old and new: the model keeps how they are encoded, not the rows"
             )

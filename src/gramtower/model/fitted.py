@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 import numpy as np
 import scipy.sparse as sp
@@ -42,7 +42,7 @@ from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.metrics.tally import Scores
 from gramtower.model import defaults
 from gramtower.model.defaults import pick_device
-from gramtower.model.feature_spec import JSON, IdArray, Ids, is_frame, is_path
+from gramtower.model.feature_spec import JSON, IdArray, Ids, is_table
 from gramtower.model.fit_data import (
     Aligned,
     Columns,
@@ -55,6 +55,7 @@ from gramtower.model.fit_data import (
     refuse_strangers,
 )
 from gramtower.model.side import (
+    Described,
     HistoriesLike,
     Side,
     described,
@@ -62,20 +63,12 @@ from gramtower.model.side import (
     extended,
     history_matrix,
     normalised,
-    read_once,
 )
 from gramtower.retrieval.topk import Ranking, ranking, top_k
 from gramtower.training.checkpoint import locked
 from gramtower.training.result import Reason, Record
 
 CANDIDATES = ("all", "trained")  # right entities to choose from: all that are known, or those of the training data
-
-
-class _Columns(TypedDict):
-    """Right entities to choose from and those never to choose, by row."""
-
-    allow: NDArray[np.int64] | None
-    deny: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True)
@@ -319,7 +312,7 @@ class FittedModel:
         """
         exclude_seen = check.flag("exclude_seen", exclude_seen)
         test = Columns(left, right, value, threshold=threshold).read_pairs("test", test)
-        histories = given_pairs("histories", histories) if is_frame(histories) or is_path(histories) else histories
+        histories = given_pairs("histories", histories) if is_table(histories) else histories
         here = self._grown("right", right_features)[0]
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
             here = here._without_added_right()
@@ -390,24 +383,23 @@ class FittedModel:
             check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
         here = self._grown("right", right_features)[0]
         if new:
-            left_features = read_once(self.left, left_features)
+            what = None if left_features is None else described(self.left, left_features)
             seen = None if histories is None else history_matrix(here.right, histories)
-            P = embedded(self.left, self.known_towers("embed new entities"), left_features, seen)
-            asked = self._called(left_features, len(P)) if as_frame else []
-            seen = here.seen_by_described(left_features, seen)
+            towers, rows_given = self.known_towers("embed new entities"), None if what is None else what.given
+            P = embedded(self.left, towers, rows_given, seen)
+            asked = list(range(len(P))) if what is None else what.names()
+            seen = here.seen_by_described(what, seen)
         else:
             names = check.ids("left", left)
             asked, rows = names, self.left.rows(names)
             P, seen = self.left.embeddings[torch.from_numpy(rows)], here.seen[rows]
         left_out = [seen] if exclude_seen and seen is not None else []
         if exclude is not None:
-            left_out.append(
-                here._excluded_of_new(exclude, left_features, len(P)) if new else here._excluded(exclude)[rows]
-            )
+            left_out.append(here._excluded_of_new(exclude, what, len(P)) if new else here._excluded(exclude)[rows])
+        among, never = here._candidates(allow, deny, candidates)
         found, scores = top_k(
             P, here.right.embeddings, min(k, len(here.right)),
-            exclude=union(*left_out) if left_out else None,
-            **here._candidates(allow, deny, candidates),
+            exclude=union(*left_out) if left_out else None, allow=among, deny=never,
         )  # fmt: skip
         ids = here.right.names(found)
         return _framed(asked, ids, scores, ("left", "right"), table) if as_frame else (ids, scores)
@@ -459,10 +451,10 @@ class FittedModel:
         where, path = pick_device(device), check.path("path", path)
         here = self._grown("right", right_features)[0]
         left_out = ([here.seen] if exclude_seen else []) + ([] if exclude is None else [here._excluded(exclude)])
+        among, never = here._candidates(allow, deny, candidates)
         made = ranking(
             here.left.embeddings, here.right.embeddings,
-            exclude=union(*left_out) if left_out else None,
-            **here._candidates(allow, deny, candidates),
+            exclude=union(*left_out) if left_out else None, allow=among, deny=never,
         )  # fmt: skip
         if not here.shards.single:
             check.fail("model", f"one that {here.shards.group.size} processes share", "a loaded model, in one process")
@@ -556,8 +548,7 @@ class FittedModel:
         them. Of several processes none knows all pairs of a right entity: there all count as known.
         """
         this = self.side(side)
-        described = any(part.kind not in ("id", "history") for part in this.inputs.parts)
-        if described or (side == "right" and not self.shards.single):
+        if this.inputs.given or (side == "right" and not self.shards.single):
             return np.ones(len(this), dtype=bool)
         if side == "right":
             return np.bincount(self.trained.indices, minlength=len(this)) > 0
@@ -647,12 +638,11 @@ class FittedModel:
             warn_of_pairs("exclude", found.total, found.total, found.example[0])
         return found.pairs
 
-    def _excluded_of_new(self, exclude: PairsLike, features: FeaturesLike, count: int) -> sp.csr_matrix:
+    def _excluded_of_new(self, exclude: PairsLike, what: Described | None, count: int) -> sp.csr_matrix:
         """Pairs to leave out for new left entities: by their ids, or row by row."""
         pairs = given_pairs("exclude", exclude)
         if not isinstance(pairs, Interactions):
             return resized(canonical("exclude", pairs, (count, self.right.trained)), (count, len(self.right)))
-        what = None if features is None else described(self.left, features)
         if what is None or what.ids is None:
             expected = "a scipy.sparse matrix with a row for each new entity, or a table of them with a column of ids"
             check.fail("exclude", "pairs with ids, of entities without", expected)
@@ -660,7 +650,9 @@ class FittedModel:
         found = align("exclude", pairs, its, (len(its[0]), len(self.right)), (pairs.numbered[0], self.right.numbered))
         return sp.csr_matrix(selection(what.rows_in(index_of(its[0])), len(its[0])) @ found.pairs)
 
-    def _candidates(self, allow: IdsLike | None, deny: IdsLike | None, candidates: str) -> _Columns:
+    def _candidates(
+        self, allow: IdsLike | None, deny: IdsLike | None, candidates: str
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
         """Columns to choose from and those never to choose, as top_k takes them; "trained" denies those added.
 
         Unknown ids change nothing, with a warning.
@@ -669,30 +661,17 @@ class FittedModel:
         if candidates == "trained":
             denied.append(np.arange(self.right.trained, len(self.right)))
         allowed = None if allow is None else self.right.known_rows("allow", allow)
-        return _Columns(allow=allowed, deny=np.concatenate(denied) if denied else None)
-
-    def _left_index(self) -> dict[Key, int]:
-        return index_of(np.arange(len(self.left)) if self.left.ids is None else self.left.ids)
+        return allowed, np.concatenate(denied) if denied else None
 
     def seen_by_described(
-        self, features: FeaturesLike, history: sp.csr_matrix | None, index: Mapping[Key, int] | None = None
+        self, what: Described | None, history: sp.csr_matrix | None, index: Mapping[Key, int] | None = None
     ) -> sp.csr_matrix | None:
         """What left entities that a call describes have seen: their history, and the pairs of those that are known."""
-        what = None if features is None else described(self.left, features)
         if what is None or what.ids is None:
             return history
-        rows = what.rows_in(self._left_index() if index is None else index)
+        rows = what.rows_in(self.left.index if index is None else index)
         own = sp.csr_matrix(selection(rows, len(self.left)) @ self.seen)
         return own if history is None else union(own, history)
-
-    def _called(self, features: FeaturesLike, count: int) -> list[Any]:
-        """What to call left entities that a call describes: the ids of their table, or their rows; None without one."""
-        what = None if features is None else described(self.left, features)
-        if what is None or what.ids is None:
-            return list(range(count))
-        return [
-            None if what.missing is not None and what.missing[row] else key for row, key in enumerate(what.ids.tolist())
-        ]
 
     def side(self, side: str) -> Side:
         """One side by its name."""
@@ -822,7 +801,7 @@ def _known_rows(known: FittedModel, ids: IdArray, numbered: int | None) -> NDArr
     """The model's rows of left ids, −1 where there is none; row numbers of another matrix mean other entities."""
     if not known.shards.single or numbered not in (None, known.left.numbered):
         return np.full(len(ids), -1, dtype=np.int64)
-    return join(ids, known._left_index())
+    return join(ids, known.left.index)
 
 
 def _masked(matrix: sp.csr_matrix, rows: NDArray[np.bool_]) -> sp.csr_matrix:
