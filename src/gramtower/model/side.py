@@ -86,6 +86,12 @@ class Side:
                   else rows_of(f"{self.name} ids", [key], self.index, expected)[0] for key in wanted)  # fmt: skip
         return np.fromiter(single, dtype=np.int64, count=len(wanted))
 
+    def row(self, key: Name | None) -> int:
+        is_name = isinstance(key, tuple) and len(key) == 2
+        if key is None or (isinstance(key, (list, tuple, np.ndarray)) and not is_name):
+            check.fail(self.name, "None" if key is None else type(key).__name__, "one id")
+        return int(self.rows([key])[0])
+
     def known_rows(self, name: str, ids: Name | Iterable[Name]) -> NDArray[np.int64]:
         """Row numbers of those ids that are known; a warning counts the others.
 

@@ -228,7 +228,7 @@ class Snapshot:
         other = int(self.right.rows([right])[0])
         matrix = None if histories is None else self._histories(histories)
         try:
-            found = self._explainer.explain_rows(own, other, "left", features, matrix)
+            found = self._explainer.explain(own, other, "left", features, matrix)
         except ValueError as error:
             raise _refused(error, "left_features") from error
         if not np.isfinite([found.score, found.base, found.remainder]).all():
