@@ -305,11 +305,6 @@ def rejoined(pairs: FitPairs, held_out: FitPairs) -> FitPairs:
     return found if isinstance(pairs, Interactions) else found.matrix
 
 
-def given_pairs(name: str, pairs: PairsLike | str | os.PathLike[str]) -> FitPairs:
-    """Interactions and matrices as they are; of a frame or a file the first two columns, left and right ids."""
-    return Columns().read_pairs(name, pairs)
-
-
 @dataclass(frozen=True, eq=False)
 class Aligned:
     """Pairs in the row numbers of a model."""

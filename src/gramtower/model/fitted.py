@@ -34,7 +34,7 @@ from gramtower.data.list_files import ListFile, extra_columns, lists_frame
 from gramtower.data.matrices import canonical, resized, union, without
 from gramtower.data.merge import warn_of_pairs
 from gramtower.data.tables import FeaturesLike, FeatureTable
-from gramtower.distributed.group import SINGLE
+from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import evaluate_embeddings
@@ -49,7 +49,6 @@ from gramtower.model.fit_data import (
     FitPairs,
     Numbered,
     align,
-    given_pairs,
     matrix_and_ids,
     own_pairs,
     refuse_strangers,
@@ -312,7 +311,7 @@ class FittedModel:
         """
         exclude_seen = check.flag("exclude_seen", exclude_seen)
         test = Columns(left, right, value, threshold=threshold).read_pairs("test", test)
-        histories = given_pairs("histories", histories) if is_table(histories) else histories
+        histories = Columns().read_pairs("histories", histories) if is_table(histories) else histories
         here = self._grown("right", right_features)[0]
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
             here = here._without_added_right()
@@ -633,14 +632,14 @@ class FittedModel:
 
     def _excluded(self, exclude: PairsLike) -> sp.csr_matrix:
         """Pairs to leave out, in the model's rows; those of others change nothing, with a warning if all are such."""
-        found = self.aligned("exclude", given_pairs("exclude", exclude))
+        found = self.aligned("exclude", Columns().read_pairs("exclude", exclude))
         if self.shards.single and found.example is not None and not found.pairs.nnz:
             warn_of_pairs("exclude", found.total, found.total, found.example[0])
         return found.pairs
 
     def _excluded_of_new(self, exclude: PairsLike, what: Described | None, count: int) -> sp.csr_matrix:
         """Pairs to leave out for new left entities: by their ids, or row by row."""
-        pairs = given_pairs("exclude", exclude)
+        pairs = Columns().read_pairs("exclude", exclude)
         if not isinstance(pairs, Interactions):
             return resized(canonical("exclude", pairs, (count, self.right.trained)), (count, len(self.right)))
         if what is None or what.ids is None:
@@ -653,10 +652,7 @@ class FittedModel:
     def _candidates(
         self, allow: IdsLike | None, deny: IdsLike | None, candidates: str
     ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-        """Columns to choose from and those never to choose, as top_k takes them; "trained" denies those added.
-
-        Unknown ids change nothing, with a warning.
-        """
+        """Columns to choose from and never to choose; "trained" denies those added, unknown ids are a warning."""
         denied = [] if deny is None else [self.right.known_rows("deny", deny)]
         if candidates == "trained":
             denied.append(np.arange(self.right.trained, len(self.right)))
@@ -699,11 +695,8 @@ def of_known(known: FittedModel, test: FitPairs, ranking: _Evaluation) -> Scores
     if ranking.exclude_seen:
         of_training = np.arange(len(known.left)) < known.left.trained
         also.append(without(known.further, _masked(found.pairs, of_training)))
-    scores = _measured(
-        known.left.embeddings, known.right.embeddings, found.pairs, ranking, train=known.trained,
-        exclude=union(*also) if also else None, processes=group,
-    )  # fmt: skip
-    return _counted(scores, known, found, int(group.totals(float(found.pairs.nnz))[0]), ranking)
+    out = union(*also) if also else None
+    return _measured(known, known.left.embeddings, found, ranking, group, train=known.trained, exclude=out)
 
 
 def of_described(
@@ -752,27 +745,31 @@ def of_described(
     of_training = _masked(found.pairs, (own >= 0) & (own < known.left.trained))
     also = [without(sp.csr_matrix(picked @ known.further), of_training)] if ranking.exclude_seen else []
     if ranking.exclude is not None:
-        also.append(align("exclude", given_pairs("exclude", ranking.exclude), ids, shape, numbered, trained).pairs)
-    scores = _measured(
-        P, known.right.embeddings, found.pairs, ranking, train=seen,
-        exclude=union(*also) if also else None, popularity=known.trained,
-    )  # fmt: skip
-    return _counted(scores, known, found, found.pairs.nnz, ranking)
+        pairs = Columns().read_pairs("exclude", ranking.exclude)
+        also.append(align("exclude", pairs, ids, shape, numbered, trained).pairs)
+    out = union(*also) if also else None
+    return _measured(known, P, found, ranking, SINGLE, train=seen, exclude=out, popularity=known.trained)
 
 
-def _measured(P: Tensor, Q: Tensor, truth: sp.csr_matrix, ranking: _Evaluation, **given: Any) -> Scores:
-    """Metrics of rankings of the columns that are allowed; pairs of others count as left out."""
-    lost = 0
+def _measured(known: FittedModel, P: Tensor, found: Aligned, ranking: _Evaluation, group: Group, **more: Any) -> Scores:
+    """Metrics of rankings of the columns that are allowed, with counts of the test pairs that they leave out."""
+    Q, truth, lost = known.right.embeddings, found.pairs, {}
+    kept = int(group.totals(float(truth.nnz))[0])
     if (columns := ranking.allowed) is not None:
-        cut = {name: sp.csr_matrix(one[:, columns]) if sp.issparse(one) else one for name, one in given.items()}
-        all_pairs, truth, Q, given = truth.nnz, sp.csr_matrix(truth[:, columns]), Q[torch.from_numpy(columns)], cut
-        lost, group = all_pairs - truth.nnz, given.get("processes", SINGLE)
+        truth, Q = sp.csr_matrix(truth[:, columns]), Q[torch.from_numpy(columns)]
+        more = {name: sp.csr_matrix(one[:, columns]) for name, one in more.items() if one is not None}
+        lost = {"not_allowed": found.pairs.nnz - truth.nnz}
         if not group.totals(float(truth.nnz))[0]:
             check.fail("allow", f"{len(columns):,} known ids, none of them in a test pair", "some that are tested")
     scores = evaluate_embeddings(
-        P, Q, truth, metrics=ranking.metrics, exclude_train=ranking.exclude_seen, by=ranking.by, **given
+        P, Q, truth, metrics=ranking.metrics, exclude_train=ranking.exclude_seen, by=ranking.by, processes=group, **more
     )
-    scores.left_out = {} if ranking.allowed is None else {"not_allowed": lost}
+    unknown = {"unknown_left": found.total - found.unknown_right - kept, "unknown_right": found.unknown_right}
+    scores.left_out = lost | unknown | {"seen": scores.pairs_left_out}
+    scores.pairs_left_out = sum(scores.left_out.values())
+    if known.shards.single:
+        example = None if found.example is None else found.example[0]
+        warn_of_pairs("test", found.total - kept, found.total, example, _hint(known, found, kept, ranking))
     return scores
 
 
@@ -824,19 +821,6 @@ def _hint(known: FittedModel, found: Aligned, kept: int, ranking: _Evaluation) -
                 f"the model knows {side.name} entities only by id; fit with {side.name}_features to rank new ones"
             )
     return ", ".join(hints)
-
-
-def _counted(scores: Scores, known: FittedModel, found: Aligned, kept: int, ranking: _Evaluation) -> Scores:
-    """Metrics with the counts of what they leave out; ``kept`` are the pairs with two known ids."""
-    unknown_left = found.total - found.unknown_right - kept
-    scores.left_out |= {
-        "unknown_left": unknown_left, "unknown_right": found.unknown_right, "seen": scores.pairs_left_out
-    }  # fmt: skip
-    scores.pairs_left_out = sum(scores.left_out.values())
-    if known.shards.single:
-        example = None if found.example is None else found.example[0]
-        warn_of_pairs("test", found.total - kept, found.total, example, _hint(known, found, kept, ranking))
-    return scores
 
 
 def _check_frame(as_frame: object, table: object) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import scipy.sparse as sp
@@ -99,21 +99,18 @@ class Side:
         """
         wanted = check.ids(name, ids)
         if self.ids is None:
-            numbers = (key for key in wanted if isinstance(key, (int, np.integer)) and not isinstance(key, bool))
-            index: Any = {int(key): int(key) for key in numbers if 0 <= key < len(self)}
-            strange = [key for key in wanted if isinstance(key, bool) or not isinstance(key, (int, np.integer))]
-            self._numbers(strange[:1])
+            self._numbers([key for key in wanted if not _is_number(key)][:1])
+            index: Any = {int(key): int(key) for key in wanted if _is_number(key) and 0 <= key < len(self)}
         else:
             wanted, index = [key if isinstance(key, tuple) else key_of(name, key) for key in wanted], self.index
         unknown = [key for key in wanted if key not in index]
-        twins = [key for key in unknown if self.ids is not None and is_of_other_type(key, index)]
-        self.rows(twins[:1])
+        self.rows([key for key in unknown if self.ids is not None and is_of_other_type(key, index)][:1])
         warn_of_ids(name, unknown, len(wanted))
         return np.array([index[key] for key in wanted if key in index], dtype=np.int64)
 
     def _numbers(self, wanted: list[Key]) -> NDArray[np.int64]:
         for key in wanted:
-            if isinstance(key, bool) or not isinstance(key, (int, np.integer)) or not 0 <= key < len(self):
+            if not _is_number(key) or not 0 <= key < len(self):
                 check.fail(f"{self.name} ids", repr(key), f"row numbers from 0 to {len(self) - 1}")
         return np.array(wanted, dtype=np.int64)
 
@@ -124,6 +121,10 @@ class Side:
         padded: NDArray[Any] = np.empty(len(self.ids) + 1, dtype=self.ids.dtype)  # the last place is reached by −1
         padded[:-1], padded[-1] = self.ids, -1 if self.ids.dtype.kind == "i" else None
         return np.asarray(padded[rows])
+
+
+def _is_number(key: object) -> TypeGuard[int]:
+    return isinstance(key, (int, np.integer)) and not isinstance(key, bool)
 
 
 def normalised(embeddings: Tensor) -> Tensor:
