@@ -434,12 +434,12 @@ class FeatureSpec:
         return FeatureSpec(tuple(parts))
 
     def columns_in(
-        self, side: str, old: FeatureSpec, ids: Ids, old_ids: Ids
+        self, side: str, old: FeatureSpec, ids: Sequence[IdArray | None], old_ids: Sequence[IdArray | None]
     ) -> Iterator[tuple[slice, slice, NDArray[np.int64]]]:
         """For each part its columns here and in ``old``, and for each column its place in the old part, or −1.
 
-        Ids and history are matched by id, tables by the names of their features, matrices by place. ``side`` is for
-        errors.
+        Ids and history are matched by id, of this side and of the other, tables by the names of their features,
+        matrices by place. ``side`` is for errors.
         """
         names = [" + ".join(part.name for part in inputs.parts) for inputs in (self, old)]
         if names[0] != names[1]:
