@@ -170,26 +170,23 @@ def prepare_data(
     group, part = current_group(), pairs if isinstance(pairs, Shard) else None
     with group.together():
         device = defaults.pick_device(settings.device)
-        given_hidden = None
-        if settings.hidden is not None and settings.towers is None:
-            given_hidden = check_hidden(settings.hidden)
+        hidden = None if settings.hidden is None or settings.towers is not None else check_hidden(settings.hidden)
         scale = check.flag("scale_features", settings.scale_features)
         given_dim = None if settings.dim is None else check.count("dim", settings.dim)
         given_length = None if settings.normalize is None else check.flag("normalize", settings.normalize)
         refine = None if settings.refine is None else check.flag("refine", settings.refine)
     agree(
-        group, {"dim": given_dim, "hidden": given_hidden, "scale_features": scale, "normalize": given_length,
+        group, {"dim": given_dim, "hidden": hidden, "scale_features": scale, "normalize": given_length,
                 "refine": refine}
     )  # fmt: skip
     room = defaults.room_for_training(device, group, settings.memory_budget)
     with group.together():
         matrix, ids, weights = _read_pairs(pairs, group)
     shape = matrix.shape if part is None else part.shape
-    left_given, right_given = GivenFeatures("left", left_features), GivenFeatures("right", right_features)
-    hidden = given_hidden
+    both = GivenFeatures("left", left_features), GivenFeatures("right", right_features)
     if hidden is None:
         with group.together():
-            widths = left_given.width(shape[1]), right_given.width(shape[1])
+            widths = both[0].width(shape[1]), both[1].width(shape[1])
         agree(group, {"features": widths})
         hidden = defaults.default_hidden(shape, widths, device)
     dim = given_dim or defaults.default_dim(shape, hidden, device, room, group.size)
@@ -207,14 +204,14 @@ def prepare_data(
         if part is None:
             matrix, weights = local_pairs(matrix, weights, shards)
             ids = shards.left.local_rows("left ids", ids[0]), ids[1]
-        left_features = left_given.local(shards.left, part is not None)
-        right_features = right_given.local(shards.right, part is not None)
-        right_ids = shards.right.local_rows("right ids", ids[1])
-        left_parts = training_parts("left", left_features, ids[0], matrix, shards.left)
-        right_parts = training_parts("right", right_features, right_ids, matrix.T, shards.right)
-    left, left_rows = training_inputs("left", left_parts, shards.left, group, scale)
+        local = ids[0], shards.right.local_rows("right ids", ids[1])
+        parts = [
+            training_parts(one.side, one.local(rows, part is not None), own, seen, rows)
+            for one, rows, own, seen in zip(both, (shards.left, shards.right), local, (matrix, matrix.T), strict=True)
+        ]
+    left, left_rows = training_inputs("left", parts[0], shards.left, group, scale)
     left = left.with_usual_history(matrix, group)
-    right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
+    right, right_rows = training_inputs("right", parts[1], shards.right, group, scale)
     normalize, alone = bool(given_length), (left.features_alone, right.features_alone)
     if refine is None:
         # Where one side has ids, these have fitted themselves to the other's towers already, and new entities are to
