@@ -237,7 +237,8 @@ def test_what_cannot_be_explained_is_refused_with_what_is_needed():
         ids.explain("u1", "i1", right_features=np.zeros((1, 3)))
     with pytest.raises(ValueError, match="histories"):
         ids.explain(right="i1", histories=[["i1"]])
-    assert Explainer(history, history.fitted_).explain("u1", "i1") == history.explain("u1", "i1")
+    rows = history.left_.row("u1"), history.right_.row("i1")
+    assert Explainer(history, history.fitted_).explain(*rows) == history.explain("u1", "i1")
 
 
 def test_an_id_with_a_smaller_entry_adds_what_its_tower_makes_of_it():

@@ -8,14 +8,18 @@ import pytest
 import gramtower as gt
 from gramtower.experiments.tuning import space
 from gramtower.model import model_file
-from gramtower.model.settings import CHOSEN, REQUIRED, SETTINGS, ModelSettings, _setting
+from gramtower.model.settings import CHOSEN, REQUIRED, SETTINGS, ModelSettings, _setting, settings_of
 
 
 @dataclass(eq=False, repr=False)
 class More(ModelSettings):
-    """The settings, and one more."""
+    """The settings, and one more.
 
-    momentum: float = _setting(0.9, "Momentum of the steps. Not used.", "train")
+    Args:
+        momentum: Momentum of the steps. Not used.
+    """
+
+    momentum: float = _setting(0.9, "train")
 
 
 NO_FLAG = {"towers", "verbose"}  # a function, and the opposite of --quiet
@@ -72,8 +76,7 @@ def test_a_new_field_becomes_an_argument_and_a_flag(monkeypatch):
     cyclopts = pytest.importorskip("cyclopts")
     from gramtower.cli import options
 
-    described = {one.name: one.metadata["setting"] for one in fields(More)}
-    monkeypatch.setattr(options, "SETTINGS", described)
+    monkeypatch.setattr(options, "SETTINGS", settings_of(More))
     monkeypatch.setattr(options, "ModelSettings", More)
     assert "momentum" in inspect.signature(More).parameters
 

@@ -44,7 +44,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
-from gramtower.data.ids import Key
 from gramtower.data.tables import FeaturesLike
 from gramtower.engine.kernels.elementwise import ACTIVATIONS, LossTerms, Scored, as_loss
 from gramtower.engine.objective.formulas import column_sums, gram
@@ -120,31 +119,11 @@ class Explainer:
         self._equations: dict[str, RowEquations] = {}
 
     def explain(
-        self,
-        left: Key | None = None,
-        right: Key | None = None,
-        *,
-        side: str = "left",
-        left_features: FeaturesLike = None,
-        right_features: FeaturesLike = None,
-        histories: HistoriesLike | None = None,
-    ) -> Explanation:
-        this, that = self._sides(side)
-        keys, given = {"left": left, "right": right}, {"left": left_features, "right": right_features}
-        if given[that.name] is not None:
-            check.fail(f"{that.name}_features", "features", f"None: the score is explained by the {side} entity")
-        if histories is not None and side == "right":
-            check.fail("histories", "a history", 'None with side="right"')
-        other = _one_row(that, keys[that.name])
-        own = None if keys[side] is None else _one_row(this, keys[side])
-        return self.explain_rows(own, other, side, given[side], histories)
-
-    def explain_rows(
         self, own: int | None, other: int, side: str = "left", features: FeaturesLike = None,
         histories: HistoriesLike | None = None,
     ) -> Explanation:  # fmt: skip
-        """The same by row numbers: of the entity that it is explained by (None for a new one), and of the other."""
-        this, that = self._sides(side)
+        """The score of the row of the entity that it is explained by, None for a new one, with another one's row."""
+        this, that = self.sides(side)
         q = that.embeddings[other].double()
         if own is None and features is None and histories is None:
             check.fail(side, "None", f"an id, or what describes a new entity: {side}_features or histories")
@@ -156,7 +135,8 @@ class Explainer:
         x = self._inputs(this, own, features, histories)
         return self._by_inputs(this, that, x, q, own)
 
-    def _sides(self, side: str) -> tuple[Side, Side]:
+    def sides(self, side: str) -> tuple[Side, Side]:
+        """The side that scores are explained by, and the other one."""
         return self._fitted.side(side), self._fitted.side("right" if side == "left" else "left")
 
     def _by_pairs(self, this: Side, that: Side, own: int, q: Tensor) -> Explanation:
@@ -173,10 +153,9 @@ class Explainer:
         columns, row = x.indices.astype(np.int64), torch.from_numpy(x.data.astype(np.float64))
         values, base, score, method = self._towers[this.name].parts(columns, row, x.shape[1], q)
         found: list[Contribution] = []
-        start = 0
-        for part in this.inputs.parts:
-            inside = (columns >= start) & (columns < start + part.width)
-            places, parts = columns[inside] - start, values[inside]
+        for part, span in this.inputs.spans:
+            inside = (columns >= span.start) & (columns < span.stop)
+            places, parts = columns[inside] - span.start, values[inside]
             if part.kind == "history":
                 found += _named("history", that, places, parts)
             elif part.kind == "id":
@@ -186,7 +165,6 @@ class Explainer:
                 labels = places.tolist() if names is None else [names[place] for place in places.tolist()]
                 pairs = zip(labels, parts.tolist(), strict=True)
                 found += [Contribution("feature", label, value) for label, value in pairs]
-            start += part.width
         if own is not None and own < this.trained and self._fitted.refine and this.inputs.features_alone:
             moved = float(this.embeddings[own].double() @ q)
             found += _named("id", this, np.array([own]), np.array([moved - score]))
@@ -211,12 +189,10 @@ class Explainer:
             check.fail(f"{this.name}_features, histories", f"{row.shape[0]} rows", "one, of the entity asked about")
         x = sp.csr_matrix(row, dtype=np.float32)
         if own is not None and own < this.trained:
-            start = 0
-            for part in inputs.parts:
+            for part, span in inputs.spans:
                 if part.kind == "id":
-                    one = (np.full(1, part.factor, np.float32), (np.zeros(1, np.int64), np.array([start + own])))
+                    one = (np.full(1, part.factor, np.float32), (np.zeros(1, np.int64), np.array([span.start + own])))
                     x = sp.csr_matrix(x + sp.csr_matrix(one, shape=x.shape))
-                start += part.width
         return x
 
 
@@ -298,12 +274,6 @@ def _secants(activation: nn.Module, shift: Tensor, z: Tensor) -> Tensor:
     return torch.where(small, slope, rise / torch.where(small, torch.ones_like(z), z))
 
 
-def _one_row(side: Side, key: Key | None) -> int:
-    if key is None or (isinstance(key, (list, tuple, np.ndarray)) and not (isinstance(key, tuple) and len(key) == 2)):
-        check.fail(side.name, type(key).__name__ if key is not None else "None", "one id")
-    return int(side.rows([key])[0])
-
-
 def _named(kind: str, side: Side, rows: NDArray[np.int64], values: Array) -> list[Contribution]:
     names = (rows if side.ids is None else side.ids[rows]).tolist()
     return [Contribution(kind, name, value) for name, value in zip(names, values.tolist(), strict=True)]
@@ -333,23 +303,21 @@ class RowEquations:
         pairs = fitted.trained if fitted.shape == (m, n) else fitted.trained[:m, :n]
         problem = _objective(settings, fitted, pairs)
         self._loss, self._omega, self._imputed = problem.loss, problem.omega, problem.imputed.constant
-        self._l2 = problem.l2
-        self._pairs = sp.csr_matrix(pairs if side == "left" else pairs.T)
-        this, that = (fitted.left, fitted.right) if side == "left" else (fitted.right, fitted.left)
-        self._own, self._others = this.embeddings, that.embeddings[: n if side == "left" else m]
-        weights, penalties = problem.weight_arrays, problem.penalty_arrays
+        self._left, self._pairs = side == "left", sp.csr_matrix(pairs if side == "left" else pairs.T)
+        this, that = fitted.sides if self._left else fitted.sides[::-1]
+        self._own, self._others = this.embeddings, that.embeddings[: that.trained]
+        weights = problem.weight_arrays
         self._weight, self._other_weight = weights[place], weights[1 - place]
-        self._penalty = penalties[place]
+        self._l2, self._penalty = problem.l2, problem.penalty_arrays[place]
         self._gramian, self._sum = _sums(self._others, self._other_weight)
         self._mean: Tensor | None = None  # of the right embeddings, which fitted labels subtract
         if problem.imputed.fitted:
             b = weights[1]
             total = float(n) if b is None else float(b.sum())
-            self._mean = (self._sum if side == "left" else _sums(this.embeddings[:n], b)[1]) / total
-            if side == "left":
+            self._mean = (self._sum if self._left else _sums(this.embeddings[:n], b)[1]) / total
+            if self._left:
                 self._others = (self._others.double() - self._mean).to(self._others.dtype)
                 self._gramian -= total * torch.outer(self._mean, self._mean)
-        self._left = side == "left"
 
     def parts(self, row: int, q: Tensor) -> tuple[NDArray[np.int64], Array, float, float]:
         """The entities observed with one, what each adds to its score with q, what all pairs add, and the score."""
@@ -359,21 +327,22 @@ class RowEquations:
         if self._mean is not None:  # scores are margins above the mean score, which is the base
             base = float((p if self._left else q) @ self._mean)
             p, q = (p, q - self._mean) if self._left else (p - self._mean, q)
+        omega, imputed = self._omega, self._imputed
         own = 1.0 if self._weight is None else float(self._weight[row])
         pair_weight = torch.full((len(columns),), own, dtype=torch.float64)
         if self._other_weight is not None:
             pair_weight *= torch.from_numpy(self._other_weight[columns])
         ones = torch.ones(len(columns), dtype=torch.float64)
-        constants = torch.tensor([self._omega, self._imputed], dtype=torch.float64)
-        terms = LossTerms(self._loss, ones, self._omega, self._imputed, pair_weight, None, constants)
+        constants = torch.tensor([omega, imputed], dtype=torch.float64)
+        terms = LossTerms(self._loss, ones, omega, imputed, pair_weight, None, constants)
         scores = Q @ p
         pairs = Scored(terms, scores)
         ridge = self._l2 + (0.0 if self._penalty is None else float(self._penalty[row]))
-        H = Q.t() @ (pairs.curvatures[:, None] * Q) + self._omega * own * self._gramian
+        H = Q.t() @ (pairs.curvatures[:, None] * Q) + omega * own * self._gramian
         H += ridge * torch.eye(len(H), dtype=torch.float64)
         v = torch.from_numpy(scipy.linalg.pinvh(H.numpy()) @ q.numpy())
         values = (pairs.curvatures * scores - pairs.slopes) * (Q @ v)
-        return columns, values.numpy(), base + self._omega * own * self._imputed * float(self._sum @ v), score
+        return columns, values.numpy(), base + omega * own * imputed * float(self._sum @ v), score
 
 
 def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matrix) -> Problem:
@@ -381,7 +350,6 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
     seen = seen_by_towers((fitted.left.inputs, fitted.right.inputs))
     size, right = (pairs.shape, pairs.nnz), settings.right_weights
     l2, mu = fitted.l2, fitted.embedding_l2
-    described = fitted.left.inputs.described, fitted.right.inputs.described
     if l2 is None or mu is None:  # loaded from an older file
         l2, mu = given(settings.l2), given(settings.embedding_l2)
         l2 = defaults.default_l2(*size, seen) if l2 is None else l2
@@ -389,6 +357,7 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
     if fitted.path is not None:
         settings = settings.with_changes(**fitted.path.chosen)
     if isinstance(right, str) and right == "auto":
+        described = fitted.left.inputs.described, fitted.right.inputs.described
         right = fitted.auto_weights or defaults.default_right_weights(*size, seen, described)
     return Problem(
         pairs, loss=as_loss(settings.loss), omega=fitted.omega,

@@ -71,17 +71,15 @@ def write_export(folder: Path, fitted: FittedModel, to: str) -> list[Path]:
     sides: dict[str, dict[str, Any]] = {}
     files: list[Path] = []
     for side in fitted.sides:
-        sides[side.name] = {"entities": len(side)}
+        ids = None
         if to != "parquet" and side.ids is not None:
-            files.append(folder / f"{side.name}_ids.json")
+            ids = f"{side.name}_ids.json"
+            files.append(folder / ids)
             write_text(files[-1], json.dumps(side.ids.tolist(), ensure_ascii=False))
-        if to in ("onnx", "torchscript"):
-            name, inputs = _write_network(folder, fitted, side, to)
-            sides[side.name] |= inputs
-        else:
-            name = _EMBEDDINGS[to](folder, side)
+        network = to in ("onnx", "torchscript")
+        name, inputs = _write_network(folder, fitted, side, to) if network else (_EMBEDDINGS[to](folder, side), {})
         files.append(folder / name)
-        sides[side.name] |= {"file": name, "ids": None if side.ids is None or to == "parquet" else files[-2].name}
+        sides[side.name] = {"entities": len(side), **inputs, "file": name, "ids": ids}
     files.append(folder / "export.json")
     write_json(files[-1], {"format": "gramtower.export", "version": 1, "to": to, "dim": fitted.dim, "sides": sides})
     return files
@@ -106,11 +104,8 @@ def _write_onnx(path: Path, network: IdNetwork | DenseNetwork | SparseNetwork, g
     if size > _LARGEST:
         given_size = f"'onnx' of {size / 2**30:.1f} GiB of weights"
         check.fail("to", given_size, "towers below 2 GiB; or torchscript, or parquet")
-    batch = torch.export.Dim("batch")
-    axes: list[Any] = [{0: batch} for _ in given]
-    if len(given) == 2:
-        length = torch.export.Dim("length")
-        axes = [{0: batch, 1: length}] * 2
+    batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
+    axes: list[Any] = [{0: batch}] if len(given) == 1 else [{0: batch, 1: length}] * 2
     noisy = logging.getLogger("torch.onnx")
     level = noisy.level
     noisy.setLevel(logging.ERROR)
@@ -125,13 +120,12 @@ def _write_onnx(path: Path, network: IdNetwork | DenseNetwork | SparseNetwork, g
 
 def described_parts(inputs: FeatureSpec) -> list[JSON]:
     """The columns of the parts, and how tables become columns; scaling is in the network."""
-    parts, first = [], 0
-    for part in inputs.parts:
-        one: dict[str, Any] = {"kind": part.kind, "first_column": first, "columns": part.width}
+    parts = []
+    for part, span in inputs.spans:
+        one: dict[str, Any] = {"kind": part.kind, "first_column": span.start, "columns": part.width}
         if part.table is not None:
             one["table"] = [to_plain(encoder) | {"columns": encoder.width} for encoder in part.table.encoders]
         parts.append(one)
-        first += part.width
     return parts
 
 
@@ -217,13 +211,12 @@ class SparseNetwork(nn.Module):
             tower = nn.Sequential(*layers[1:])
         self.rest = tower
         self.usual: nn.Parameter | None = None  # of entities without a history, before the bias
-        self.first, self.stop, start = 0, 0, 0
-        for part in inputs.parts:
+        self.first, self.stop = 0, 0
+        for part, span in inputs.spans:
             if part.usual is not None:
-                self.first, self.stop, row = start, start + part.width, torch.zeros(1, self.width)
-                row[0, self.first : self.stop] = torch.from_numpy(part.usual.toarray()[0])
+                self.first, self.stop, row = span.start, span.stop, torch.zeros(1, self.width)
+                row[0, span] = torch.from_numpy(part.usual.toarray()[0])
                 self.usual = _constant(row if self.table is None else row @ self.table)
-            start += part.width
 
     def forward(self, columns: Tensor, values: Tensor) -> Tensor:
         there = columns >= 0

@@ -23,12 +23,13 @@ Cost: O(entries).
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import numpy as np
 import scipy.sparse as sp
@@ -38,6 +39,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.schema import build
+from gramtower.data import frames
 from gramtower.data.features import Features, MatrixLike
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import index_of, join
@@ -45,6 +47,9 @@ from gramtower.data.matrices import checked
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows
+
+if TYPE_CHECKING:
+    import polars as pl
 
 JSON = dict[str, object]
 IdArray: TypeAlias = NDArray[np.int64 | np.object_]  # whole numbers, or text
@@ -201,56 +206,54 @@ class GivenFeatures:
 
     def take(self, ids: IdArray, rows: NDArray[np.int64]) -> FeaturesLike:
         """Return the features of some of the entities as a fit takes them: rows of matrices; tables and names as is."""
-        taken = [
-            _lenient(part, ids) if isinstance(part, FeatureTable)
-            else self._matrix_rows(part, len(ids), rows) if is_matrix(part) else part
-            for part in self.parts
-        ]  # fmt: skip
-        return taken if isinstance(self.given, (list, tuple)) else taken[0]
+
+        def taken(part: FeaturesLike) -> FeaturesLike:
+            return self._rows_of(part, ids, rows) if isinstance(part, FeatureTable) or is_matrix(part) else part
+
+        return self._changed(taken)
 
     def encode(self, ids: IdArray, rows: NDArray[np.int64]) -> list[MatrixLike]:
-        return [
-            _lenient(part, ids).encode(ids[rows])
-            if isinstance(part, FeatureTable)
-            else self._matrix_rows(part, len(ids), rows)
-            for part in self.described
-        ]
+        """Return the rows of some of the entities in each table and matrix, not scaled."""
+        taken = [self._rows_of(part, ids, rows) for part in self.described]
+        return [part.encode(ids[rows]) if isinstance(part, FeatureTable) else part for part in taken]
 
     def local(self, rows: Rows, is_local: bool) -> FeaturesLike:
         """Return the features with matrices cut to the rows of this process, unless they were given so."""
-        taken = [self._local_part(part, rows, is_local) for part in self.parts]
-        return taken if isinstance(self.given, (list, tuple)) else taken[0]
-
-    def _local_part(self, part: FeaturesLike, rows: Rows, is_local: bool) -> FeaturesLike:
         name = f"{self.side}_features"
-        if isinstance(part, FeatureTable) or not is_matrix(part) or rows.count == rows.total:
+
+        def cut(part: FeaturesLike) -> FeaturesLike:
+            if not is_matrix(part) or rows.count == rows.total:
+                return part
+            if not is_local:
+                return rows.local_rows(name, checked(name, part).tocsr() if sp.issparse(part) else part)
+            if part.shape[0] != rows.count:
+                expected = f"{rows.count}, one for each of this process's own entities of that side"
+                check.fail(name, f"{part.shape[0]} rows", expected)
             return part
-        if not is_local:
-            return rows.local_rows(name, checked(name, part).tocsr() if sp.issparse(part) else part)
-        if part.shape[0] != rows.count:
-            expected = f"{rows.count}, one for each of this process's own entities of that side"
-            check.fail(name, f"{part.shape[0]} rows", expected)
-        return part
 
-    def _matrix_rows(self, part: FeaturesLike, count: int, rows: NDArray[np.int64]) -> MatrixLike:
+        return self._changed(cut)
+
+    def _changed(self, change: Callable[[FeaturesLike], FeaturesLike]) -> FeaturesLike:
+        changed = [change(part) for part in self.parts]
+        return changed if isinstance(self.given, (list, tuple)) else changed[0]
+
+    def _rows_of(self, part: FeaturesLike, ids: IdArray, rows: NDArray[np.int64]) -> FeatureTable | MatrixLike:
+        """Some rows of a matrix; a table as one that takes only some of the ids, a strict one having all of them."""
         name = f"{self.side}_features"
-        if not is_matrix(part) or len(part.shape) != 2 or part.shape[0] != count:
-            check.fail(name, _shown(part), f"{count} rows, one for each {self.side} entity")
+        if isinstance(part, FeatureTable):
+            found = copy.copy(part)
+            found.report = dict(part.report)
+            if part.strict:
+                found.match(ids)
+            found.strict = False
+            return found
+        if not is_matrix(part) or len(part.shape) != 2 or part.shape[0] != len(ids):
+            check.fail(name, _shown(part), f"{len(ids)} rows, one for each {self.side} entity")
         if sp.issparse(part):
             return sp.csr_matrix(checked(name, part))[rows]
         return (
             part[torch.from_numpy(rows)] if isinstance(part, torch.Tensor) else check.as_float_array(name, part)[rows]
         )
-
-
-def _lenient(table: FeatureTable, ids: IdArray) -> FeatureTable:
-    """Return a table that takes only some of the ids; a strict one must have all of them."""
-    found = copy.copy(table)
-    found.report = dict(table.report)
-    if table.strict:
-        found.match(ids)
-    found.strict = False
-    return found
 
 
 def is_matrix(value: object) -> TypeGuard[MatrixLike]:
@@ -267,16 +270,23 @@ def is_sparse(value: object) -> TypeGuard[sp.csr_matrix]:
     return bool(sp.issparse(value))
 
 
-def is_path(given: object) -> TypeGuard[str | os.PathLike[str]]:
-    """Whether something is the path of a file."""
-    return isinstance(given, (str, os.PathLike))
-
-
 def is_frame(given: object) -> TypeGuard[TableLike]:
     """Whether something is a table with named columns: of polars, pandas or pyarrow, or a mapping of columns."""
     return isinstance(given, Mapping) or any(
         hasattr(given, name) for name in ("collect_schema", "column_names", "__arrow_c_stream__", "__dataframe__")
     )
+
+
+def is_table(given: object) -> TypeGuard[TableLike | str | os.PathLike[str]]:
+    """Whether something is such a table, or the path of a file."""
+    return isinstance(given, (str, os.PathLike)) or is_frame(given)
+
+
+def read_table(name: str, given: TableLike | str | os.PathLike[str]) -> pl.DataFrame:
+    """A table, or the file of one, as a polars frame."""
+    if isinstance(given, (str, os.PathLike)):
+        return frames.read_frame(name, check.path(name, given))
+    return frames.as_frame(name, given)
 
 
 NAMES = ("id", "history")
@@ -373,42 +383,39 @@ class FeatureSpec:
             check.fail(f"{side}_features", type(features).__name__, f"a list of {len(wanted)}: {kinds}")
         return list(features)
 
+    @property
+    def spans(self) -> list[tuple[Part, slice]]:
+        """The parts, each with the range of its columns."""
+        ends = itertools.accumulate(part.width for part in self.parts)
+        return [(part, slice(end - part.width, end)) for part, end in zip(self.parts, ends, strict=True)]
+
     def new(self, side: str, features: FeaturesLike, history: sp.csr_matrix | None) -> Matrix:
         """Features of entities that were not there in training, one row for each."""
         if history is not None and not self.has_history:
             check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
         listed = self.listed(side, features)
-        encoded = [_new_part(side, part, rows) for part, rows in zip(self.given, listed, strict=True)]
-        counts = {matrix.shape[0] for matrix in (*encoded, history) if matrix is not None}
+        given = [_new_rows(f"{side}_features", part, rows) for part, rows in zip(self.given, listed, strict=True)]
+        counts = {rows.shape[0] for rows in (*given, history) if rows is not None}
         if len(counts) != 1:
             given_rows = " and ".join(map(str, sorted(counts)))
             check.fail(f"{side}_features, histories", f"{given_rows} rows", "as many rows in each")
-        return self._side_by_side(side, encoded, history, counts.pop())
+        return self.encoded(side, given, counts.pop(), history)
 
-    def encoded(self, side: str, rows: Sequence[MatrixLike]) -> Matrix:
-        """Features of entities that were not there in training, from the rows of each given part before scaling."""
-        name = f"{side}_features"
-        scaled = [
-            one if part.scaling is None else part.scaling(name, one) for part, one in zip(self.given, rows, strict=True)
-        ]
-        return self._side_by_side(side, scaled, None, scaled[0].shape[0])
-
-    def _side_by_side(
-        self, side: str, encoded: Sequence[Matrix | None], history: sp.csr_matrix | None, rows: int
+    def encoded(
+        self, side: str, given: Sequence[MatrixLike | None], count: int, history: sp.csr_matrix | None = None
     ) -> Matrix:
-        """All parts of new entities: those given, None for missing ones, histories, and ids that are none."""
-        made: list[Any] = []
-        rest = iter(encoded)
+        """The same from the rows of each given part before scaling; None stands for a table that is missing."""
+        name, rest, made = f"{side}_features", iter(given), []
         for part in self.parts:
             if part.kind in _GIVEN:
-                matrix = next(rest)
-                made.append(_missing(side, part, rows) if matrix is None else matrix)
-            elif part.kind == "history":
-                empty = sp.csr_matrix((rows, part.width), dtype=np.float32)
-                known = empty if history is None else history_features(sp.csr_matrix(history[:, : part.width]))
+                rows = next(rest)
+                rows = _missing(name, part, count) if rows is None else rows
+                made.append(rows if part.scaling is None else part.scaling(name, rows))
+            else:  # a new entity has no id
+                known = sp.csr_matrix((count, part.width), dtype=np.float32)
+                if part.kind == "history" and history is not None:
+                    known = history_features(sp.csr_matrix(history[:, : part.width]))
                 made.append(_or_usual(known, part.usual))
-            else:
-                made.append(sp.csr_matrix((rows, part.width), dtype=np.float32))
         return concatenated(made)
 
     def with_usual_history(self, pairs: sp.csr_matrix, group: Group = SINGLE) -> FeatureSpec:
@@ -427,18 +434,17 @@ class FeatureSpec:
         return FeatureSpec(tuple(parts))
 
     def columns_in(
-        self, side: str, old: FeatureSpec, ids: Ids, old_ids: Ids
-    ) -> list[tuple[slice, slice, NDArray[np.int64]]]:
+        self, side: str, old: FeatureSpec, ids: Sequence[IdArray | None], old_ids: Sequence[IdArray | None]
+    ) -> Iterator[tuple[slice, slice, NDArray[np.int64]]]:
         """For each part its columns here and in ``old``, and for each column its place in the old part, or −1.
 
-        Ids and history are matched by id, tables by the names of their features, matrices by place. ``side`` is for
-        errors.
+        Ids and history are matched by id, of this side and of the other, tables by the names of their features,
+        matrices by place. ``side`` is for errors.
         """
         names = [" + ".join(part.name for part in inputs.parts) for inputs in (self, old)]
         if names[0] != names[1]:
             check.fail(f"{side}_features", repr(names[0]), f"{names[1]!r} as before")
-        found, start, old_start = [], 0, 0
-        for part, before in zip(self.parts, old.parts, strict=True):
+        for (part, here), (before, there) in zip(self.spans, old.spans, strict=True):
             keys: tuple[Any, Any] = (None, None)
             if part.kind in NAMES:
                 place = NAMES.index(part.kind)
@@ -447,16 +453,9 @@ class FeatureSpec:
                 keys = (np.array(before.table.feature_names), np.array(part.table.feature_names))
             elif part.width != before.width:
                 check.fail(f"{side}_features", f"{part.width} columns", f"{before.width}, as before")
-            here, there = slice(start, start + part.width), slice(old_start, old_start + before.width)
-            if keys[0] is None or keys[1] is None:
-                numbers = np.arange(part.width)
-                places = np.where(numbers < before.width, numbers, -1)
-            else:
-                places = join(keys[1], index_of(keys[0]))
-                places[places >= before.width] = -1  # entities that were added after training have no column
-            found.append((here, there, places))
-            start, old_start = here.stop, there.stop
-        return found
+            places = np.arange(part.width) if keys[0] is None or keys[1] is None else join(keys[1], index_of(keys[0]))
+            places[places >= before.width] = -1  # entities that were added after training have no column
+            yield here, there, places
 
     def to_plain(self) -> list[JSON]:
         """The parts without their rows, as JSON has them."""
@@ -550,17 +549,14 @@ def _or_usual(rows: sp.csr_matrix, usual: sp.csr_matrix | None) -> sp.csr_matrix
     return sp.csr_matrix(rows + sp.csr_matrix(entries, shape=(rows.shape[0], 1)) @ usual)
 
 
-def _new_part(side: str, part: Part, rows: FeaturesLike) -> Matrix | None:
-    """The rows of one part, None if they were not given."""
+def _new_rows(name: str, part: Part, rows: FeaturesLike) -> Matrix | None:
+    """The rows of one part before scaling, None if they were not given."""
     if rows is None:
         return None
-    name = f"{side}_features"
-    if part.table is not None:
-        source: Any = rows.source if isinstance(rows, FeatureTable) else rows
-        found: Matrix = part.table.encode_frame(source, name)
-    else:
-        found = new_matrix(name, part, rows)
-    return found if part.scaling is None else part.scaling(name, found)
+    if part.table is None:
+        return new_matrix(name, part, rows)
+    source: Any = rows.source if isinstance(rows, FeatureTable) else rows
+    return part.table.encode_frame(source, name)
 
 
 def new_matrix(name: str, part: Part, rows: FeaturesLike) -> Matrix:
@@ -570,24 +566,21 @@ def new_matrix(name: str, part: Part, rows: FeaturesLike) -> Matrix:
     return checked(name, rows) if sp.issparse(rows) else check.as_float_array(name, rows)
 
 
-def _missing(side: str, part: Part, rows: int) -> sp.csr_matrix:
+def _missing(name: str, part: Part, count: int) -> sp.csr_matrix:
     if part.table is None:
-        check.fail(f"{side}_features", "None", f"a matrix of {part.width} columns, as in training")
-    row = part.table.missing_row()
-    row = row if part.scaling is None else part.scaling(f"{side}_features", row)
-    return sp.vstack([row] * rows, format="csr") if rows else row[:0]
+        check.fail(name, "None", f"a matrix of {part.width} columns, as in training")
+    return part.table.missing_row()[np.zeros(count, np.int64)]
 
 
 def concatenated(features: Sequence[Matrix]) -> Matrix:
     """One part as it is; several as one sparse matrix."""
     if len(features) == 1:
         return features[0]
-    parts = [one if sp.issparse(one) else _as_sparse(one) for one in features]
+    parts = [
+        one if sp.issparse(one) else sp.csr_matrix(check.as_float_array("features", one), dtype=np.float32)
+        for one in features
+    ]
     return sp.csr_matrix(sp.hstack(parts, format="csr"), dtype=np.float32)
-
-
-def _as_sparse(dense: MatrixLike) -> sp.csr_matrix:
-    return sp.csr_matrix(check.as_float_array("features", dense), dtype=np.float32)
 
 
 def training_parts(

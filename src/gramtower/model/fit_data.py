@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.checks import check_hidden
-from gramtower.data import frames
 from gramtower.data.frames import Column
 from gramtower.data.ids import Key, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike, pairs_of, union
@@ -34,12 +33,14 @@ from gramtower.model import defaults
 from gramtower.model.feature_spec import (
     FeatureSpec,
     GivenFeatures,
+    IdArray,
     Ids,
     Matrix,
     Part,
     is_frame,
-    is_path,
     is_sparse,
+    is_table,
+    read_table,
     training_inputs,
     training_parts,
 )
@@ -84,12 +85,9 @@ class Columns:
 
     def read_pairs(self, name: str, given: PairsLike | str | os.PathLike[str]) -> FitPairs:
         """The same, where of a frame or file without named columns the first two hold left and right ids."""
-        if is_path(given):
-            frame = frames.read_frame(name, check.path(name, given))
-        elif is_frame(given):
-            frame = frames.as_frame(name, given)
-        else:
+        if not is_table(given):
             return self.read(name, given)
+        frame = read_table(name, given)
         if self.left is None and self.right is None and len(frame.columns) < 2:
             check.fail(name, f"a table of {len(frame.columns)} columns", "left and right ids in two of them")
         chosen = self if self.left is not None or self.right is not None else replace(self, left=0, right=1)
@@ -172,26 +170,23 @@ def prepare_data(
     group, part = current_group(), pairs if isinstance(pairs, Shard) else None
     with group.together():
         device = defaults.pick_device(settings.device)
-        given_hidden = None
-        if settings.hidden is not None and settings.towers is None:
-            given_hidden = check_hidden(settings.hidden)
+        hidden = None if settings.hidden is None or settings.towers is not None else check_hidden(settings.hidden)
         scale = check.flag("scale_features", settings.scale_features)
         given_dim = None if settings.dim is None else check.count("dim", settings.dim)
         given_length = None if settings.normalize is None else check.flag("normalize", settings.normalize)
         refine = None if settings.refine is None else check.flag("refine", settings.refine)
     agree(
-        group, {"dim": given_dim, "hidden": given_hidden, "scale_features": scale, "normalize": given_length,
+        group, {"dim": given_dim, "hidden": hidden, "scale_features": scale, "normalize": given_length,
                 "refine": refine}
     )  # fmt: skip
     room = defaults.room_for_training(device, group, settings.memory_budget)
     with group.together():
         matrix, ids, weights = _read_pairs(pairs, group)
     shape = matrix.shape if part is None else part.shape
-    left_given, right_given = GivenFeatures("left", left_features), GivenFeatures("right", right_features)
-    hidden = given_hidden
+    both = GivenFeatures("left", left_features), GivenFeatures("right", right_features)
     if hidden is None:
         with group.together():
-            widths = left_given.width(shape[1]), right_given.width(shape[1])
+            widths = both[0].width(shape[1]), both[1].width(shape[1])
         agree(group, {"features": widths})
         hidden = defaults.default_hidden(shape, widths, device)
     dim = given_dim or defaults.default_dim(shape, hidden, device, room, group.size)
@@ -209,14 +204,14 @@ def prepare_data(
         if part is None:
             matrix, weights = local_pairs(matrix, weights, shards)
             ids = shards.left.local_rows("left ids", ids[0]), ids[1]
-        left_features = left_given.local(shards.left, part is not None)
-        right_features = right_given.local(shards.right, part is not None)
-        right_ids = shards.right.local_rows("right ids", ids[1])
-        left_parts = training_parts("left", left_features, ids[0], matrix, shards.left)
-        right_parts = training_parts("right", right_features, right_ids, matrix.T, shards.right)
-    left, left_rows = training_inputs("left", left_parts, shards.left, group, scale)
+        local = ids[0], shards.right.local_rows("right ids", ids[1])
+        parts = [
+            training_parts(one.side, one.local(rows, part is not None), own, seen, rows)
+            for one, rows, own, seen in zip(both, (shards.left, shards.right), local, (matrix, matrix.T), strict=True)
+        ]
+    left, left_rows = training_inputs("left", parts[0], shards.left, group, scale)
     left = left.with_usual_history(matrix, group)
-    right, right_rows = training_inputs("right", right_parts, shards.right, group, scale)
+    right, right_rows = training_inputs("right", parts[1], shards.right, group, scale)
     normalize, alone = bool(given_length), (left.features_alone, right.features_alone)
     if refine is None:
         # Where one side has ids, these have fitted themselves to the other's towers already, and new entities are to
@@ -307,11 +302,6 @@ def rejoined(pairs: FitPairs, held_out: FitPairs) -> FitPairs:
     return found if isinstance(pairs, Interactions) else found.matrix
 
 
-def given_pairs(name: str, pairs: PairsLike | str | os.PathLike[str]) -> FitPairs:
-    """Interactions and matrices as they are; of a frame or a file the first two columns, left and right ids."""
-    return Columns().read_pairs(name, pairs)
-
-
 @dataclass(frozen=True, eq=False)
 class Aligned:
     """Pairs in the row numbers of a model."""
@@ -386,15 +376,9 @@ def own_pairs(ids: Ids, shape: tuple[int, int]) -> sp.csr_matrix:
     return sp.csr_matrix(entries, shape=shape)
 
 
-def known_pairs(ids: Ids, pairs: Interactions) -> int:
-    """How many pairs have both ids among those known; None for a side whose every id will do."""
-    given = (pairs.left_ids, pairs.right_ids)
-    there = [
-        np.ones(len(new), dtype=bool) if known is None else join(new, index_of(known)) >= 0
-        for known, new in zip(ids, given, strict=True)
-    ]
-    coo = pairs.matrix.tocoo()
-    return int((there[0][coo.row] & there[1][coo.col]).sum())
+def known_pairs(ids: tuple[IdArray, IdArray], pairs: Interactions) -> int:
+    """How many pairs have both ids among those known."""
+    return int(align("pairs", pairs, ids, (len(ids[0]), len(ids[1]))).pairs.nnz)
 
 
 def _read_pairs(pairs: FitPairs, group: Group) -> tuple[sp.csr_matrix, Ids, NDArray[np.floating] | None]:

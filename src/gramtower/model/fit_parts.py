@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import scipy.sparse as sp
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
@@ -33,11 +34,12 @@ from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.metrics.tally import deal, means_without
 from gramtower.model import defaults
-from gramtower.model.feature_spec import FeatureSpec, GivenFeatures, IdArray
+from gramtower.model.feature_spec import GivenFeatures
 from gramtower.model.fit_data import FitData, FitPairs
 from gramtower.model.fitted import FittedModel
 from gramtower.model.settings import ModelSettings, WeightsLike, given
-from gramtower.model.unseen import Unseen, UnseenValidator, with_feature_columns
+from gramtower.model.side import Side
+from gramtower.model.unseen import SIDES, Unseen, UnseenValidator, with_feature_columns
 from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.checkpoint import sparse_digest
 from gramtower.training.loop import minimize
@@ -194,18 +196,15 @@ def refined(settings: ModelSettings, data: FitData, left: Tensor, right: Tensor)
 
 def carry_over(fitted: FittedModel, towers: Towers, data: FitData) -> None:
     """Copy the weights of a fitted model into fresh towers for other data."""
-    sides, inputs, ids = (fitted.left, fitted.right), data.inputs, data.ids
     before, after = fitted.known_towers("start from it").parameters(), towers.parameters()
     for name, fresh in after.items():
         if name not in before.layout.shapes:
             check.fail("warm_start", f"towers with a new parameter {name}", "the same architecture as before")
-        old = before[name].cpu()
-        side = side_of(name)
-        index = ("left", "right").index(side)
-        known, new = sides[index].inputs, inputs[index]
+        old, side = before[name].cpu(), side_of(name)
+        turn = 1 if side == "left" else -1  # ids of this side come before those of the other
+        known, new = fitted.side(side).inputs, data.inputs[SIDES.index(side)]
         if name.endswith(".0.weight") and (len(old), len(fresh)) == (known.width, new.width):
-            turned = (ids, (sides[0].ids, sides[1].ids))  # of this side, and of the other
-            for here, there, places in new.columns_in(side, known, *((t[index], t[1 - index]) for t in turned)):
+            for here, there, places in new.columns_in(side, known, data.ids[::turn], fitted.ids[::turn]):
                 rows, part = fresh[here], old[there]
                 rows.mul_(0.1).add_(part.mean(0))
                 rows[places >= 0] = part[places[places >= 0]]
@@ -229,24 +228,21 @@ def start_from_outputs(fitted: FittedModel, towers: Towers, data: FitData) -> No
 
 def refuse_increment(fitted: FittedModel, data: FitData) -> None:
     """Refuse to start from a model on data that lack most of what it knows: a fit keeps nothing but its own pairs."""
-    seen, matrix = fitted.observed(), data.matrix
-    degrees = {
-        "left": (np.diff(seen.indptr), np.diff(matrix.indptr)),
-        "right": tuple(np.bincount(x.indices, minlength=x.shape[1]) for x in (seen, matrix)),
-    }
-    for place, side in enumerate((fitted.left, fitted.right)):
-        known, ids = np.flatnonzero(degrees[side.name][0]), data.ids[place]
-        if side.ids is None or ids is None:
-            rows = np.where(known < len(degrees[side.name][1]), known, -1)
-        else:
-            rows = join(side.ids[known], index_of(ids))
-        found = int((degrees[side.name][1][rows[rows >= 0]] > 0).sum())
+    before, after = _degrees(fitted.observed()), _degrees(data.matrix)
+    for side, old, new, ids in zip(fitted.sides, before, after, data.ids, strict=True):
+        known = np.flatnonzero(old)
+        rows = known[known < len(new)] if side.ids is None or ids is None else join(side.ids[known], index_of(ids))
+        found = int((new[rows[rows >= 0]] > 0).sum())
         if 2 * found < len(known):
             check.fail(
                 "pairs",
                 f"pairs of {found:,} of the {len(known):,} {side.name} entities that the model knows",
                 "all pairs, old and new, with warm_start=True; model.update(pairs) adds pairs to those it knows",
             )
+
+
+def _degrees(pairs: sp.csr_matrix) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
+    return np.diff(pairs.indptr), np.bincount(pairs.indices, minlength=pairs.shape[1])
 
 
 def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] = (False, False)) -> FitPairs:
@@ -256,23 +252,19 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
     if not fitted.plain_pairs:
         given = "a model fitted with labels other than 1 or with weights, which it does not keep"
         check.fail("model", given, "fit(pairs, warm_start=True) with all pairs, old and new")
-    ids = fitted.left.ids, fitted.right.ids
+    ids, observed = fitted.ids, fitted.observed()
     if ids[0] is None or ids[1] is None:
         if not sp.issparse(more):
             given = type(more).__name__
             check.fail("more_pairs", given, "a scipy.sparse matrix, as in training: entities are known by number")
         second = Interactions.from_matrix(checked("more_pairs", more))
-        return union(Interactions.from_matrix(fitted.observed()), second, "more_pairs").matrix
+        return union(Interactions.from_matrix(observed), second, "more_pairs").matrix
     if not isinstance(more, Interactions):
         check.fail("more_pairs", type(more).__name__, "gramtower.Interactions, as in training")
-    observed = fitted.observed()
     kept = [
         np.flatnonzero((np.arange(len(side)) < side.trained) | (counts > 0) | (not drop))
-        for side, counts, drop in zip(
-            fitted.sides, (np.diff(observed.indptr), np.bincount(observed.indices, minlength=observed.shape[1])),
-            dropped, strict=True,
-        )
-    ]  # fmt: skip
+        for side, counts, drop in zip(fitted.sides, _degrees(observed), dropped, strict=True)
+    ]
     known = Interactions(
         sp.csr_matrix(observed[kept[0]][:, kept[1]]), ids[0][kept[0]], ids[1][kept[1]],
         left_name=more.left_name, right_name=more.right_name,
@@ -281,23 +273,20 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
     return union(known, more, "more_pairs")
 
 
-def described_features(side: str, inputs: FeatureSpec, ids: IdArray | None, given: FeaturesLike) -> FeaturesLike:
+def described_features(known: Side, given: FeaturesLike) -> FeaturesLike:
     """What the tower of a side sees: as before where the model can tell, otherwise as given, for all entities."""
-    name, wanted = f"{side}_features", [part.kind for part in inputs.parts if part.kind not in ("id", "history")]
+    name, everyone = f"{known.name}_features", f"all {known.name} entities, old and new: the model"
+    if given is None and known.inputs.given:
+        expected = f"features of {everyone} keeps how they are encoded, not the rows"
+        check.fail(name, f"nothing, for a model that sees {known.inputs.kind}", expected)
     if given is None:
-        if wanted:
-            expected = (
-                f"features of all {side} entities, old and new: the model keeps how they are encoded, not the rows"
-            )
-            check.fail(name, f"nothing, for a model that sees {inputs.kind}", expected)
-        return [part.name for part in inputs.parts]
-    for part in GivenFeatures(side, given).parts:
-        if not isinstance(part, FeatureTable) or ids is None or not len(ids):
-            continue
-        found = int((part.match(ids) < len(part)).sum())
-        if 2 * found < len(ids):
-            expected = f"the table of all {side} entities, old and new: the model does not keep its rows"
-            check.fail(name, f"rows of {found:,} of the {len(ids):,} {side} entities that the model knows", expected)
+        return [part.name for part in known.inputs.parts]
+    for part in GivenFeatures(known.name, given).parts:
+        if isinstance(part, FeatureTable) and known.ids is not None and len(known.ids):
+            found, total = int((part.match(known.ids) < len(part)).sum()), len(known.ids)
+            if 2 * found < total:
+                shown = f"rows of {found:,} of the {total:,} {known.name} entities that the model knows"
+                check.fail(name, shown, f"the table of {everyone} does not keep its rows")
     return given
 
 

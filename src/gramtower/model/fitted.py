@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self, TypedDict
+from typing import Any, Self
 
 import numpy as np
 import scipy.sparse as sp
@@ -34,7 +34,7 @@ from gramtower.data.list_files import ListFile, extra_columns, lists_frame
 from gramtower.data.matrices import canonical, resized, union, without
 from gramtower.data.merge import warn_of_pairs
 from gramtower.data.tables import FeaturesLike, FeatureTable
-from gramtower.distributed.group import SINGLE
+from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import evaluate_embeddings
@@ -42,19 +42,19 @@ from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.metrics.tally import Scores
 from gramtower.model import defaults
 from gramtower.model.defaults import pick_device
-from gramtower.model.feature_spec import JSON, IdArray, Ids, is_frame, is_path
+from gramtower.model.feature_spec import JSON, IdArray, Ids, is_table
 from gramtower.model.fit_data import (
     Aligned,
     Columns,
     FitPairs,
     Numbered,
     align,
-    given_pairs,
     matrix_and_ids,
     own_pairs,
     refuse_strangers,
 )
 from gramtower.model.side import (
+    Described,
     HistoriesLike,
     Side,
     described,
@@ -62,20 +62,12 @@ from gramtower.model.side import (
     extended,
     history_matrix,
     normalised,
-    read_once,
 )
 from gramtower.retrieval.topk import Ranking, ranking, top_k
 from gramtower.training.checkpoint import locked
 from gramtower.training.result import Reason, Record
 
 CANDIDATES = ("all", "trained")  # right entities to choose from: all that are known, or those of the training data
-
-
-class _Columns(TypedDict):
-    """Right entities to choose from and those never to choose, by row."""
-
-    allow: NDArray[np.int64] | None
-    deny: NDArray[np.int64] | None
 
 
 @dataclass(frozen=True)
@@ -319,7 +311,7 @@ class FittedModel:
         """
         exclude_seen = check.flag("exclude_seen", exclude_seen)
         test = Columns(left, right, value, threshold=threshold).read_pairs("test", test)
-        histories = given_pairs("histories", histories) if is_frame(histories) or is_path(histories) else histories
+        histories = Columns().read_pairs("histories", histories) if is_table(histories) else histories
         here = self._grown("right", right_features)[0]
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
             here = here._without_added_right()
@@ -390,24 +382,23 @@ class FittedModel:
             check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
         here = self._grown("right", right_features)[0]
         if new:
-            left_features = read_once(self.left, left_features)
+            what = None if left_features is None else described(self.left, left_features)
             seen = None if histories is None else history_matrix(here.right, histories)
-            P = embedded(self.left, self.known_towers("embed new entities"), left_features, seen)
-            asked = self._called(left_features, len(P)) if as_frame else []
-            seen = here.seen_by_described(left_features, seen)
+            towers, rows_given = self.known_towers("embed new entities"), None if what is None else what.given
+            P = embedded(self.left, towers, rows_given, seen)
+            asked = list(range(len(P))) if what is None else what.names()
+            seen = here.seen_by_described(what, seen)
         else:
             names = check.ids("left", left)
             asked, rows = names, self.left.rows(names)
             P, seen = self.left.embeddings[torch.from_numpy(rows)], here.seen[rows]
         left_out = [seen] if exclude_seen and seen is not None else []
         if exclude is not None:
-            left_out.append(
-                here._excluded_of_new(exclude, left_features, len(P)) if new else here._excluded(exclude)[rows]
-            )
+            left_out.append(here._excluded_of_new(exclude, what, len(P)) if new else here._excluded(exclude)[rows])
+        among, never = here._candidates(allow, deny, candidates)
         found, scores = top_k(
             P, here.right.embeddings, min(k, len(here.right)),
-            exclude=union(*left_out) if left_out else None,
-            **here._candidates(allow, deny, candidates),
+            exclude=union(*left_out) if left_out else None, allow=among, deny=never,
         )  # fmt: skip
         ids = here.right.names(found)
         return _framed(asked, ids, scores, ("left", "right"), table) if as_frame else (ids, scores)
@@ -459,10 +450,10 @@ class FittedModel:
         where, path = pick_device(device), check.path("path", path)
         here = self._grown("right", right_features)[0]
         left_out = ([here.seen] if exclude_seen else []) + ([] if exclude is None else [here._excluded(exclude)])
+        among, never = here._candidates(allow, deny, candidates)
         made = ranking(
             here.left.embeddings, here.right.embeddings,
-            exclude=union(*left_out) if left_out else None,
-            **here._candidates(allow, deny, candidates),
+            exclude=union(*left_out) if left_out else None, allow=among, deny=never,
         )  # fmt: skip
         if not here.shards.single:
             check.fail("model", f"one that {here.shards.group.size} processes share", "a loaded model, in one process")
@@ -556,8 +547,7 @@ class FittedModel:
         them. Of several processes none knows all pairs of a right entity: there all count as known.
         """
         this = self.side(side)
-        described = any(part.kind not in ("id", "history") for part in this.inputs.parts)
-        if described or (side == "right" and not self.shards.single):
+        if this.inputs.given or (side == "right" and not self.shards.single):
             return np.ones(len(this), dtype=bool)
         if side == "right":
             return np.bincount(self.trained.indices, minlength=len(this)) > 0
@@ -642,17 +632,16 @@ class FittedModel:
 
     def _excluded(self, exclude: PairsLike) -> sp.csr_matrix:
         """Pairs to leave out, in the model's rows; those of others change nothing, with a warning if all are such."""
-        found = self.aligned("exclude", given_pairs("exclude", exclude))
+        found = self.aligned("exclude", Columns().read_pairs("exclude", exclude))
         if self.shards.single and found.example is not None and not found.pairs.nnz:
             warn_of_pairs("exclude", found.total, found.total, found.example[0])
         return found.pairs
 
-    def _excluded_of_new(self, exclude: PairsLike, features: FeaturesLike, count: int) -> sp.csr_matrix:
+    def _excluded_of_new(self, exclude: PairsLike, what: Described | None, count: int) -> sp.csr_matrix:
         """Pairs to leave out for new left entities: by their ids, or row by row."""
-        pairs = given_pairs("exclude", exclude)
+        pairs = Columns().read_pairs("exclude", exclude)
         if not isinstance(pairs, Interactions):
             return resized(canonical("exclude", pairs, (count, self.right.trained)), (count, len(self.right)))
-        what = None if features is None else described(self.left, features)
         if what is None or what.ids is None:
             expected = "a scipy.sparse matrix with a row for each new entity, or a table of them with a column of ids"
             check.fail("exclude", "pairs with ids, of entities without", expected)
@@ -660,39 +649,25 @@ class FittedModel:
         found = align("exclude", pairs, its, (len(its[0]), len(self.right)), (pairs.numbered[0], self.right.numbered))
         return sp.csr_matrix(selection(what.rows_in(index_of(its[0])), len(its[0])) @ found.pairs)
 
-    def _candidates(self, allow: IdsLike | None, deny: IdsLike | None, candidates: str) -> _Columns:
-        """Columns to choose from and those never to choose, as top_k takes them; "trained" denies those added.
-
-        Unknown ids change nothing, with a warning.
-        """
+    def _candidates(
+        self, allow: IdsLike | None, deny: IdsLike | None, candidates: str
+    ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
+        """Columns to choose from and never to choose; "trained" denies those added, unknown ids are a warning."""
         denied = [] if deny is None else [self.right.known_rows("deny", deny)]
         if candidates == "trained":
             denied.append(np.arange(self.right.trained, len(self.right)))
         allowed = None if allow is None else self.right.known_rows("allow", allow)
-        return _Columns(allow=allowed, deny=np.concatenate(denied) if denied else None)
-
-    def _left_index(self) -> dict[Key, int]:
-        return index_of(np.arange(len(self.left)) if self.left.ids is None else self.left.ids)
+        return allowed, np.concatenate(denied) if denied else None
 
     def seen_by_described(
-        self, features: FeaturesLike, history: sp.csr_matrix | None, index: Mapping[Key, int] | None = None
+        self, what: Described | None, history: sp.csr_matrix | None, index: Mapping[Key, int] | None = None
     ) -> sp.csr_matrix | None:
         """What left entities that a call describes have seen: their history, and the pairs of those that are known."""
-        what = None if features is None else described(self.left, features)
         if what is None or what.ids is None:
             return history
-        rows = what.rows_in(self._left_index() if index is None else index)
+        rows = what.rows_in(self.left.index if index is None else index)
         own = sp.csr_matrix(selection(rows, len(self.left)) @ self.seen)
         return own if history is None else union(own, history)
-
-    def _called(self, features: FeaturesLike, count: int) -> list[Any]:
-        """What to call left entities that a call describes: the ids of their table, or their rows; None without one."""
-        what = None if features is None else described(self.left, features)
-        if what is None or what.ids is None:
-            return list(range(count))
-        return [
-            None if what.missing is not None and what.missing[row] else key for row, key in enumerate(what.ids.tolist())
-        ]
 
     def side(self, side: str) -> Side:
         """One side by its name."""
@@ -720,11 +695,8 @@ def of_known(known: FittedModel, test: FitPairs, ranking: _Evaluation) -> Scores
     if ranking.exclude_seen:
         of_training = np.arange(len(known.left)) < known.left.trained
         also.append(without(known.further, _masked(found.pairs, of_training)))
-    scores = _measured(
-        known.left.embeddings, known.right.embeddings, found.pairs, ranking, train=known.trained,
-        exclude=union(*also) if also else None, processes=group,
-    )  # fmt: skip
-    return _counted(scores, known, found, int(group.totals(float(found.pairs.nnz))[0]), ranking)
+    out = union(*also) if also else None
+    return _measured(known, known.left.embeddings, found, ranking, group, train=known.trained, exclude=out)
 
 
 def of_described(
@@ -773,27 +745,31 @@ def of_described(
     of_training = _masked(found.pairs, (own >= 0) & (own < known.left.trained))
     also = [without(sp.csr_matrix(picked @ known.further), of_training)] if ranking.exclude_seen else []
     if ranking.exclude is not None:
-        also.append(align("exclude", given_pairs("exclude", ranking.exclude), ids, shape, numbered, trained).pairs)
-    scores = _measured(
-        P, known.right.embeddings, found.pairs, ranking, train=seen,
-        exclude=union(*also) if also else None, popularity=known.trained,
-    )  # fmt: skip
-    return _counted(scores, known, found, found.pairs.nnz, ranking)
+        pairs = Columns().read_pairs("exclude", ranking.exclude)
+        also.append(align("exclude", pairs, ids, shape, numbered, trained).pairs)
+    out = union(*also) if also else None
+    return _measured(known, P, found, ranking, SINGLE, train=seen, exclude=out, popularity=known.trained)
 
 
-def _measured(P: Tensor, Q: Tensor, truth: sp.csr_matrix, ranking: _Evaluation, **given: Any) -> Scores:
-    """Metrics of rankings of the columns that are allowed; pairs of others count as left out."""
-    lost = 0
+def _measured(known: FittedModel, P: Tensor, found: Aligned, ranking: _Evaluation, group: Group, **more: Any) -> Scores:
+    """Metrics of rankings of the columns that are allowed, with counts of the test pairs that they leave out."""
+    Q, truth, lost = known.right.embeddings, found.pairs, {}
+    kept = int(group.totals(float(truth.nnz))[0])
     if (columns := ranking.allowed) is not None:
-        cut = {name: sp.csr_matrix(one[:, columns]) if sp.issparse(one) else one for name, one in given.items()}
-        all_pairs, truth, Q, given = truth.nnz, sp.csr_matrix(truth[:, columns]), Q[torch.from_numpy(columns)], cut
-        lost, group = all_pairs - truth.nnz, given.get("processes", SINGLE)
+        truth, Q = sp.csr_matrix(truth[:, columns]), Q[torch.from_numpy(columns)]
+        more = {name: sp.csr_matrix(one[:, columns]) for name, one in more.items() if one is not None}
+        lost = {"not_allowed": found.pairs.nnz - truth.nnz}
         if not group.totals(float(truth.nnz))[0]:
             check.fail("allow", f"{len(columns):,} known ids, none of them in a test pair", "some that are tested")
     scores = evaluate_embeddings(
-        P, Q, truth, metrics=ranking.metrics, exclude_train=ranking.exclude_seen, by=ranking.by, **given
+        P, Q, truth, metrics=ranking.metrics, exclude_train=ranking.exclude_seen, by=ranking.by, processes=group, **more
     )
-    scores.left_out = {} if ranking.allowed is None else {"not_allowed": lost}
+    unknown = {"unknown_left": found.total - found.unknown_right - kept, "unknown_right": found.unknown_right}
+    scores.left_out = lost | unknown | {"seen": scores.pairs_left_out}
+    scores.pairs_left_out = sum(scores.left_out.values())
+    if known.shards.single:
+        example = None if found.example is None else found.example[0]
+        warn_of_pairs("test", found.total - kept, found.total, example, _hint(known, found, kept, ranking))
     return scores
 
 
@@ -822,7 +798,7 @@ def _known_rows(known: FittedModel, ids: IdArray, numbered: int | None) -> NDArr
     """The model's rows of left ids, −1 where there is none; row numbers of another matrix mean other entities."""
     if not known.shards.single or numbered not in (None, known.left.numbered):
         return np.full(len(ids), -1, dtype=np.int64)
-    return join(ids, known._left_index())
+    return join(ids, known.left.index)
 
 
 def _masked(matrix: sp.csr_matrix, rows: NDArray[np.bool_]) -> sp.csr_matrix:
@@ -845,19 +821,6 @@ def _hint(known: FittedModel, found: Aligned, kept: int, ranking: _Evaluation) -
                 f"the model knows {side.name} entities only by id; fit with {side.name}_features to rank new ones"
             )
     return ", ".join(hints)
-
-
-def _counted(scores: Scores, known: FittedModel, found: Aligned, kept: int, ranking: _Evaluation) -> Scores:
-    """Metrics with the counts of what they leave out; ``kept`` are the pairs with two known ids."""
-    unknown_left = found.total - found.unknown_right - kept
-    scores.left_out |= {
-        "unknown_left": unknown_left, "unknown_right": found.unknown_right, "seen": scores.pairs_left_out
-    }  # fmt: skip
-    scores.pairs_left_out = sum(scores.left_out.values())
-    if known.shards.single:
-        example = None if found.example is None else found.example[0]
-        warn_of_pairs("test", found.total - kept, found.total, example, _hint(known, found, kept, ranking))
-    return scores
 
 
 def _check_frame(as_frame: object, table: object) -> None:

@@ -272,10 +272,7 @@ def update(
 ) -> FittedModel:  # fmt: skip
     """A model of all that a fitted one knows and of more pairs; see TwoTower.update."""
     settings = settings.with_changes(max_iterations=check.count("iterations", iterations, minimum=0))
-    features = (
-        described_features("left", fitted.left.inputs, fitted.left.ids, left_features),
-        described_features("right", fitted.right.inputs, fitted.right.ids, right_features),
-    )
+    features = described_features(fitted.left, left_features), described_features(fitted.right, right_features)
     kept = [
         side.added > 0 and GivenFeatures(side.name, given).only_tables
         for side, given in zip(fitted.sides, features, strict=True)

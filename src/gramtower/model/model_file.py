@@ -99,9 +99,8 @@ def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> Non
         parameters = fitted.known_towers("save it again").parameters()
         header, arrays = _header(settings, fitted)
         tensors = _tensors_of(header, fitted) | {f"parameters|{name}": part for name, part in parameters.items()}
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not _finite(tensor):
-                check.fail("model", f"{name} with NaN or infinity", "a model of finite numbers")
+        if (bad := _non_finite(tensors)) is not None:
+            check.fail("model", f"{bad} with NaN or infinity", "a model of finite numbers")
     rows: dict[str, str] = {}
     if not shards.single:
         counted = ("left", "left_lengths", "left_numbers", "seen_counts", "further_counts")
@@ -135,9 +134,8 @@ def read_model(
             inputs = {side: inputs[side].with_tensors(side, tensors) for side in inputs}
             inputs["left"] = inputs["left"].with_usual_history(pairs[0])
         file.close()
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not _finite(tensor):
-                check.fail(name, "NaN or infinity", "finite numbers")
+        if (bad := _non_finite(tensors)) is not None:
+            check.fail(bad, "NaN or infinity", "finite numbers")
     except (ValueError, OSError) as error:
         raise ValueError(f"model: {path} is damaged or not a gramtower model ({error})") from error
     params: dict[str, Any] = {k: _tuples(v) for k, v in header.params.items()}
@@ -323,9 +321,11 @@ def _offsets(counts: Tensor) -> NDArray[np.int64]:
     return np.concatenate([[0], np.cumsum(counts.numpy())])
 
 
-def _finite(tensor: Tensor) -> bool:
-    """Whether all numbers are finite; a sum may overflow where nothing is wrong, so look closer then."""
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+def _non_finite(tensors: dict[str, Tensor]) -> str | None:
+    """The name of a tensor with NaN or infinity; a sum may overflow where nothing is wrong, so look closer then."""
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    doubtful = (name for name, tensor in floats.items() if not torch.isfinite(tensor.sum()))
+    return next((name for name in doubtful if not torch.isfinite(floats[name]).all()), None)
 
 
 def _table(towers: Towers | None, side: str) -> Tensor:

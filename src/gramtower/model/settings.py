@@ -1,8 +1,9 @@
-"""The arguments of `gramtower.TwoTower`: each is one dataclass field, and everything else about it derives from there.
+"""The arguments of `gramtower.TwoTower`: each is a dataclass field with an entry in the docstring of its class.
 
-A field's :class:`Setting` documents it and says where it appears: the constructor's signature and docstring, the flag
-and config-file key of the command line (cli/options.py), the header of a model file (model/model_file.py), and the
-search space of ``tune``. To add an argument, add a field here and read it where the fit needs it.
+Everything else derives from there. A field's :class:`Setting` says where it appears: the constructor's signature and
+docstring, the flag and config-file key of the command line (cli/options.py), the header of a model file
+(model/model_file.py), and the search space of ``tune``. To add an argument, add both here and read it where the fit
+needs it.
 
 As in scikit-learn, the constructor keeps arguments as they are given, and they are checked where they are used.
 """
@@ -10,9 +11,9 @@ As in scikit-learn, the constructor keeps arguments as they are given, and they 
 from __future__ import annotations
 
 import inspect
-import textwrap
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import wraps
 from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
@@ -49,7 +50,6 @@ _Value = TypeVar("_Value")
 class Setting:
     """The description of one argument."""
 
-    doc: str  # what the argument does, for the docstring of TwoTower
     # table of the config file and group of the flag, "model" or "train"; None if there is no flag
     table: str | None = None
     help: str | None = None  # text of the flag; None for the first sentence of ``doc``
@@ -59,14 +59,15 @@ class Setting:
     saved: bool = True  # whether a model file holds it
     before: Any = REQUIRED  # value that the versions used whose model files do not hold it; REQUIRED if every file does
     searched: str | None = None  # its name in the search space of ``tune``; None if it is not searched
+    doc: str = ""  # what the argument does, from the docstring
 
     @property
     def flag_help(self) -> str:
         return self.help or self.doc.partition(". ")[0].rstrip(".") + "."
 
 
-def _setting(default: _Value, doc: str, table: str | None = None, **further: Any) -> _Value:
-    return field(default=default, metadata={"setting": Setting(" ".join(doc.split()), table, **further)})
+def _setting(default: _Value, table: str | None = None, **further: Any) -> _Value:
+    return field(default=default, metadata={"setting": Setting(table, **further)})
 
 
 def _meant(name: str, known: Collection[str]) -> str:
@@ -104,164 +105,116 @@ def given(value: _Value | Auto | None) -> _Value | None:
 @_suggesting_names
 @dataclass(eq=False, repr=False)
 class ModelSettings:
-    """The settings of a model and of its training, as :class:`gramtower.TwoTower` documents them.
+    """The settings of a model and of its training, the arguments of :class:`gramtower.TwoTower`.
 
     An object of this class, unlike one of a subclass, has None for each setting that is "auto".
+
+    Args:
+        dim: Size k of the embeddings. "auto" chooses it by the size of the data (see docs/choosing.md).
+        hidden: Widths of the hidden layers of both towers, or a pair of such tuples for the left and the right tower;
+            ``()`` for linear factors. "auto" uses one hidden layer where a side has features and no ids, and none
+            elsewhere, unless ``select`` finds linear towers better.
+        activation: Activation of the hidden layers, such as "relu", "gelu" or "leaky_relu(0.25)". "auto" chooses one.
+        normalize: Scale the embeddings of each side to one length. Scores are then cosines times a learned scale.
+            "auto" means no, unless ``select`` finds it better, which it tries where both sides have only features.
+        refine: After training, refine the embeddings of known entities with their own pairs. The more pairs an entity
+            has, the further its embedding moves from where its features place it; new entities stay there. "auto" means
+            yes where both sides have features and neither has ids or histories.
+        loss: Loss of observed pairs: logistic, squared or squared_hinge.
+        omega: Weight ω of each unobserved pair. "auto" scales it with the data (see docs/choosing.md).
+        l2: Penalty λ on all parameters. "auto" lets ``select`` choose it where there are features.
+        embedding_l2: Penalty μ on embeddings, which grows with the frequency of an entity. "auto" lets ``select``
+            choose it where there are ids.
+        frequency_power: Power ν of the frequency in ``embedding_l2``.
+        imputed: Label of unobserved pairs: a number, or "fitted" for the mean score of each left entity. "auto" is
+            -0.5, unless ``select`` finds fitted labels better, which it tries where every entity has an id.
+        left_weights: Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for
+            equal weights. "auto" means equal weights, unless ``select`` finds "degree^0.5" better, which it tries where
+            both sides have only features.
+        right_weights: Weights b of unobserved pairs by right entity. Like ``left_weights``; "auto" gives frequent
+            entities more weight, by an amount that depends on whether there are features.
+        optimizer: Name of the optimizer, or a solver of gramtower.optim (see docs/choosing.md).
+        optimizer_options: Constants of the optimizer, by name.
+        max_iterations: Stop after this many iterations. "auto" means 20, or 12 where there are features and for ids on
+            a CPU, where an iteration is a sweep over all rows.
+        time_limit: Stop after this many seconds of training.
+        patience: With validation data, stop after this many iterations without a better metric.
+        metric: Metric of held-out data, such as recall@20. Training stops early by it; ``select`` chooses by it.
+        select: Choose the penalties that are "auto" on held-out data before all pairs are fitted (see
+            docs/choosing.md). True holds out pairs, or entities of a side that has only features; "pairs", "left" or
+            "right" says which; False uses the values of the rules. An argument that is given is never changed.
+        device: Device to train on: auto, cpu or cuda.
+        seed: Seed of initial weights, splits and random optimizers.
+        towers: Function from a Problem to Towers of your own, used instead of the multi-layer ones.
+        memory_budget: Memory that training may use beyond the data and the towers, such as 500MB or 2GiB. "auto" goes
+            by the machine (see docs/choosing.md).
+        precision: Precision of matrix products on a GPU: tf32 or float32. Both reach the same objective
+            (benchmarks/bench_gpu.py --same-objective).
+        pair_precision: Precision of embeddings gathered for each pair on a GPU: float32 or bfloat16.
+        scale_features: Bring features to a common scale. The scale is learned from the training data and kept in the
+            model (model/feature_spec.py); False uses features unchanged.
+        verbose: Print one line for each iteration on standard error.
     """
 
-    dim: int | Auto | None = _setting(
-        "auto", 'Size k of the embeddings. "auto" chooses it by the size of the data (see docs/choosing.md).', "model",
-        fitted=True, searched="dim",
-    )  # fmt: skip
+    dim: int | Auto | None = _setting("auto", "model", fitted=True, searched="dim")
     hidden: Hidden | Auto | None = _setting(
         "auto",
-        """Widths of the hidden layers of both towers, or a pair of such tuples for the left and the right tower; ``()``
-        for linear factors. "auto" uses one hidden layer where a side has features and no ids, and none elsewhere,
-        unless ``select`` finds linear towers better.""",
         "model",
         help="Widths of the hidden layers, such as 256,256, or left/right; none for linear factors.",
         fitted=True,
         searched="hidden",
     )
-    activation: str | Auto | None = _setting(
-        "auto",
-        """Activation of the hidden layers, such as "relu", "gelu" or "leaky_relu(0.25)". "auto" chooses one.""",
-        "model",
-        searched="activation",
-    )
-    normalize: bool | Auto | None = _setting(
-        "auto",
-        """Scale the embeddings of each side to one length. Scores are then cosines times a learned scale. "auto" means
-        no, unless ``select`` finds it better, which it tries where both sides have only features.""",
-        "model",
-        fitted=True,
-        searched="normalize",
-    )
-    refine: bool | Auto | None = _setting(
-        "auto",
-        """After training, refine the embeddings of known entities with their own pairs. The more pairs an entity has,
-        the further its embedding moves from where its features place it; new entities stay there. "auto" means yes
-        where both sides have features and neither has ids or histories.""",
-        "model",
-        fitted=True,
-        before=False,
-    )
-    loss: str | Loss = _setting(
-        "logistic", "Loss of observed pairs: logistic, squared or squared_hinge.", "model", searched="loss"
-    )
-    omega: float | Auto | None = _setting(
-        "auto", 'Weight ω of each unobserved pair. "auto" scales it with the data (see docs/choosing.md).', "model",
-        searched="omega",
-    )  # fmt: skip
-    l2: float | Auto | None = _setting(
-        "auto", 'Penalty λ on all parameters. "auto" lets ``select`` choose it where there are features.', "model",
-        searched="l2",
-    )  # fmt: skip
-    embedding_l2: float | Auto | None = _setting(
-        "auto",
-        """Penalty μ on embeddings, which grows with the frequency of an entity. "auto" lets ``select`` choose it where
-        there are ids.""",
-        "model",
-        searched="penalty",
-    )
+    activation: str | Auto | None = _setting("auto", "model", searched="activation")
+    normalize: bool | Auto | None = _setting("auto", "model", fitted=True, searched="normalize")
+    refine: bool | Auto | None = _setting("auto", "model", fitted=True, before=False)
+    loss: str | Loss = _setting("logistic", "model", searched="loss")
+    omega: float | Auto | None = _setting("auto", "model", searched="omega")
+    l2: float | Auto | None = _setting("auto", "model", searched="l2")
+    embedding_l2: float | Auto | None = _setting("auto", "model", searched="penalty")
     frequency_power: float = _setting(
-        1.0, "Power ν of the frequency in ``embedding_l2``.", "model", help="Power of the frequency in --embedding-l2.",
-        searched="frequency_power",
-    )  # fmt: skip
-    imputed: float | str = _setting(
-        "auto",
-        """Label of unobserved pairs: a number, or "fitted" for the mean score of each left entity. "auto" is -0.5,
-        unless ``select`` finds fitted labels better, which it tries where every entity has an id.""",
-        "model",
-        searched="imputed",
+        1.0, "model", help="Power of the frequency in --embedding-l2.", searched="frequency_power"
     )
+    imputed: float | str = _setting("auto", "model", searched="imputed")
     left_weights: WeightsLike = _setting(
         "auto",
-        """Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for equal
-        weights. "auto" means equal weights, unless ``select`` finds "degree^0.5" better, which it tries where both
-        sides have only features.""",
         "model",
         help="Weights of unobserved pairs by left entity; degree^0 for equal weights.",
         searched="left_power",
     )
     right_weights: WeightsLike = _setting(
         "auto",
-        """Weights b of unobserved pairs by right entity. Like ``left_weights``; "auto" gives frequent entities more
-        weight, by an amount that depends on whether there are features.""",
         "model",
         help="Weights of unobserved pairs by right entity; degree^0 for equal weights.",
         searched="right_power",
     )
     optimizer: str | Solver = _setting(
-        "newton-kron",
-        "Name of the optimizer, or a solver of gramtower.optim (see docs/choosing.md).",
-        "train",
-        help="newton-kron, newton, gd, gd-diag, lbfgs, sogram(-diag) or sampling(-diag).",
+        "newton-kron", "train", help="newton-kron, newton, gd, gd-diag, lbfgs, sogram(-diag) or sampling(-diag)."
     )
     optimizer_options: dict[str, Any] | None = _setting(
-        None,
-        "Constants of the optimizer, by name.",
-        "train",
-        help="A constant of the optimizer, NAME=VALUE; may be repeated.",
-        flag="option",
+        None, "train", help="A constant of the optimizer, NAME=VALUE; may be repeated.", flag="option"
     )
-    max_iterations: int | Auto | None = _setting(
-        "auto",
-        """Stop after this many iterations. "auto" means 20, or 12 where there are features and for ids on a CPU, where
-        an iteration is a sweep over all rows.""",
-        "train",
-    )
-    time_limit: float | None = _setting(None, "Stop after this many seconds of training.", "train", shown="none")
+    max_iterations: int | Auto | None = _setting("auto", "train")
+    time_limit: float | None = _setting(None, "train", shown="none")
     patience: int = _setting(
-        10,
-        "With validation data, stop after this many iterations without a better metric.",
-        "train",
-        help="With --validation: stop after this many iterations without a better metric.",
+        10, "train", help="With --validation: stop after this many iterations without a better metric."
     )
-    metric: str = _setting(
-        "ndcg@20", "Metric of held-out data, such as recall@20. Training stops early by it; ``select`` chooses by it.",
-        "train",
-    )  # fmt: skip
+    metric: str = _setting("ndcg@20", "train")
     select: bool | str = _setting(
         True,
-        """Choose the penalties that are "auto" on held-out data before all pairs are fitted (see docs/choosing.md).
-        True holds out pairs, or entities of a side that has only features; "pairs", "left" or "right" says which; False
-        uses the values of the rules. An argument that is given is never changed.""",
         "train",
         help="Choose penalties on held-out data first: auto, off, or the part to hold out: pairs, left or right "
         "entities.",
         shown="auto",
         before=False,
     )
-    device: str = _setting("auto", "Device to train on: auto, cpu or cuda.", "train")
-    seed: int = _setting(0, "Seed of initial weights, splits and random optimizers.", "train")
-    towers: Callable[[Problem], Towers] | None = _setting(
-        None, "Function from a Problem to Towers of your own, used instead of the multi-layer ones.", saved=False
-    )
-    memory_budget: int | str | Auto | None = _setting(
-        "auto",
-        """Memory that training may use beyond the data and the towers, such as 500MB or 2GiB. "auto" goes by the
-        machine (see docs/choosing.md).""",
-        "train",
-        shown="by the machine",
-    )
-    precision: str = _setting(
-        "tf32",
-        """Precision of matrix products on a GPU: tf32 or float32. Both reach the same objective
-        (benchmarks/bench_gpu.py --same-objective).""",
-        "train",
-    )
-    pair_precision: str = _setting(
-        "float32", "Precision of embeddings gathered for each pair on a GPU: float32 or bfloat16.", "train"
-    )
-    scale_features: bool = _setting(
-        True,
-        """Bring features to a common scale. The scale is learned from the training data and kept in the model
-        (model/feature_spec.py); False uses features unchanged.""",
-        "model",
-        shown="yes",
-    )
-    verbose: bool = _setting(False, "Print one line for each iteration on standard error.")
+    device: str = _setting("auto", "train")
+    seed: int = _setting(0, "train")
+    towers: Callable[[Problem], Towers] | None = _setting(None, saved=False)
+    memory_budget: int | str | Auto | None = _setting("auto", "train", shown="by the machine")
+    precision: str = _setting("tf32", "train")
+    pair_precision: str = _setting("float32", "train")
+    scale_features: bool = _setting(True, "model", shown="yes")
+    verbose: bool = _setting(False)
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the constructor's arguments."""
@@ -316,16 +269,22 @@ class ModelSettings:
         return options
 
 
-SETTINGS: dict[str, Setting] = {one.name: one.metadata["setting"] for one in fields(ModelSettings)}
-#: Settings that the data choose if they are "auto" or None.
-CHOSEN = tuple(one.name for one in fields(ModelSettings) if "Auto" in str(one.type))
+def settings_of(kind: type[ModelSettings]) -> dict[str, Setting]:
+    """Return the settings of a class by name, each with its entry in the class's docstring."""
+    arguments = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")[2]
+    docs = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", arguments, re.MULTILINE))
+    return {
+        one.name: replace(one.metadata["setting"], doc=" ".join(docs.get(one.name, "").split())) for one in fields(kind)
+    }
 
 
 def documented(kind: _Kind) -> _Kind:
     """Replace ``{arguments}`` in the docstring of a class by the documentation of all settings."""
-    lines = [
-        textwrap.fill(f"{name}: {one.doc}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
-        for name, one in SETTINGS.items()
-    ]
-    kind.__doc__ = (kind.__doc__ or "").replace("        {arguments}", "\n".join(lines))
+    arguments = (ModelSettings.__doc__ or "").partition("Args:\n")[2].strip()
+    kind.__doc__ = (kind.__doc__ or "").replace("{arguments}", arguments)
     return kind
+
+
+SETTINGS = settings_of(ModelSettings)
+#: Settings that the data choose if they are "auto" or None.
+CHOSEN = tuple(one.name for one in fields(ModelSettings) if "Auto" in str(one.type))

@@ -7,13 +7,12 @@ place. In a model whose rows are numbers they get the next numbers, otherwise th
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import scipy.sparse as sp
@@ -43,10 +42,7 @@ from gramtower.data.matrices import SparseMatrix, canonical, resized
 from gramtower.data.merge import warn_of_ids
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.engine.towers.towers import Towers
-from gramtower.model.feature_spec import FeatureSpec, IdArray, is_sparse, new_matrix
-
-if TYPE_CHECKING:
-    import polars as pl
+from gramtower.model.feature_spec import FeatureSpec, IdArray, is_sparse, new_matrix, read_table
 
 Name: TypeAlias = Key | tuple[str, int]  # an id, or ("new", 0), ("new", 1), … of entities that have none
 HistoriesLike: TypeAlias = (
@@ -71,8 +67,9 @@ class Side:
         return len(self) - self.added
 
     @cached_property
-    def _index(self) -> dict[Any, int]:
-        return {} if self.ids is None else index_of(self.ids)
+    def index(self) -> dict[Any, int]:
+        """The row of each id, or of each row number where there are no ids."""
+        return index_of(np.arange(len(self)) if self.ids is None else self.ids)
 
     def __len__(self) -> int:
         return len(self.embeddings)
@@ -83,11 +80,17 @@ class Side:
         if self.ids is None:
             return self._numbers(wanted)
         expected = f"ids seen in training, or {self.name}_features for new entities"
-        if not any(isinstance(key, tuple) and key in self._index for key in wanted):
-            return rows_of(f"{self.name} ids", wanted, self._index, expected)
-        single = (self._index[key] if isinstance(key, tuple) and key in self._index
-                  else rows_of(f"{self.name} ids", [key], self._index, expected)[0] for key in wanted)  # fmt: skip
+        if not any(isinstance(key, tuple) and key in self.index for key in wanted):
+            return rows_of(f"{self.name} ids", wanted, self.index, expected)
+        single = (self.index[key] if isinstance(key, tuple) and key in self.index
+                  else rows_of(f"{self.name} ids", [key], self.index, expected)[0] for key in wanted)  # fmt: skip
         return np.fromiter(single, dtype=np.int64, count=len(wanted))
+
+    def row(self, key: Name | None) -> int:
+        is_name = isinstance(key, tuple) and len(key) == 2
+        if key is None or (isinstance(key, (list, tuple, np.ndarray)) and not is_name):
+            check.fail(self.name, "None" if key is None else type(key).__name__, "one id")
+        return int(self.rows([key])[0])
 
     def known_rows(self, name: str, ids: Name | Iterable[Name]) -> NDArray[np.int64]:
         """Row numbers of those ids that are known; a warning counts the others.
@@ -96,21 +99,18 @@ class Side:
         """
         wanted = check.ids(name, ids)
         if self.ids is None:
-            numbers = (key for key in wanted if isinstance(key, (int, np.integer)) and not isinstance(key, bool))
-            index: Any = {int(key): int(key) for key in numbers if 0 <= key < len(self)}
-            strange = [key for key in wanted if isinstance(key, bool) or not isinstance(key, (int, np.integer))]
-            self._numbers(strange[:1])
+            self._numbers([key for key in wanted if not _is_number(key)][:1])
+            index: Any = {int(key): int(key) for key in wanted if _is_number(key) and 0 <= key < len(self)}
         else:
-            wanted, index = [key if isinstance(key, tuple) else key_of(name, key) for key in wanted], self._index
+            wanted, index = [key if isinstance(key, tuple) else key_of(name, key) for key in wanted], self.index
         unknown = [key for key in wanted if key not in index]
-        twins = [key for key in unknown if self.ids is not None and is_of_other_type(key, index)]
-        self.rows(twins[:1])
+        self.rows([key for key in unknown if self.ids is not None and is_of_other_type(key, index)][:1])
         warn_of_ids(name, unknown, len(wanted))
         return np.array([index[key] for key in wanted if key in index], dtype=np.int64)
 
     def _numbers(self, wanted: list[Key]) -> NDArray[np.int64]:
         for key in wanted:
-            if isinstance(key, bool) or not isinstance(key, (int, np.integer)) or not 0 <= key < len(self):
+            if not _is_number(key) or not 0 <= key < len(self):
                 check.fail(f"{self.name} ids", repr(key), f"row numbers from 0 to {len(self) - 1}")
         return np.array(wanted, dtype=np.int64)
 
@@ -121,6 +121,10 @@ class Side:
         padded: NDArray[Any] = np.empty(len(self.ids) + 1, dtype=self.ids.dtype)  # the last place is reached by −1
         padded[:-1], padded[-1] = self.ids, -1 if self.ids.dtype.kind == "i" else None
         return np.asarray(padded[rows])
+
+
+def _is_number(key: object) -> TypeGuard[int]:
+    return isinstance(key, (int, np.integer)) and not isinstance(key, bool)
 
 
 def normalised(embeddings: Tensor) -> Tensor:
@@ -154,6 +158,14 @@ class Described:
     ids: IdArray | None  # of the rows, or None if nothing has any
     missing: NDArray[np.bool_] | None  # rows without an id; None if there are none
     count: int  # how many rows
+    given: FeaturesLike = None  # the same parts as they were given, each in its own order, with files read
+
+    def names(self) -> list[Any]:
+        """The ids of the rows, None where there is none; their numbers where nothing has ids."""
+        if self.ids is None:
+            return list(range(self.count))
+        missing = np.zeros(self.count, dtype=bool) if self.missing is None else self.missing
+        return [None if absent else key for absent, key in zip(missing, self.ids.tolist(), strict=True)]
 
     def places(self, name: str) -> dict[Key, int]:
         assert self.ids is not None
@@ -190,11 +202,13 @@ def described(side: Side, features: FeaturesLike) -> Described:
             found.append(None)
         else:
             column = rows.id if isinstance(rows, FeatureTable) else part.table.id
-            frame = _frame(name, rows.source if isinstance(rows, FeatureTable) else rows)
+            source: Any = rows.source if isinstance(rows, FeatureTable) else rows
+            frame = read_table(name, source)
             parts.append(frame)
             found.append(id_array(name, frame[column]) if column in frame.columns else None)
     if all(part is None for part in parts):
         check.fail(name, "None", "rows of a table or of a matrix")
+    given = list(parts) if len(parts) > 1 else parts[0]
     first = next((place for place, ids in enumerate(found) if ids is not None), None)
     ids, missing = (None, None) if first is None else found[first] or (None, None)
     for place, other in enumerate(found):
@@ -204,21 +218,7 @@ def described(side: Side, features: FeaturesLike) -> Described:
     counts = sorted({int(part.shape[0]) for part in parts if part is not None})
     if len(counts) > 1:
         check.fail(name, f"{' and '.join(map(str, counts))} rows", "as many rows in each")
-    return Described(parts, ids, missing, counts[0])
-
-
-def read_once(side: Side, features: FeaturesLike) -> FeaturesLike:
-    """What was given for entities of a side with its files read, for several uses."""
-    if features is None:
-        return None
-    listed = side.inputs.listed(side.name, features)
-    read = [
-        _frame(f"{side.name}_features", rows)
-        if part.table is not None and isinstance(rows, (str, os.PathLike))
-        else rows
-        for part, rows in zip(side.inputs.given, listed, strict=True)
-    ]
-    return read if len(read) > 1 else read[0]
+    return Described(parts, ids, missing, counts[0], given)
 
 
 def embedded(side: Side, towers: Towers, features: FeaturesLike, history: sp.csr_matrix | None) -> Tensor:
@@ -286,12 +286,6 @@ def _alike(name: str, new: IdArray, known: IdArray) -> IdArray:
     if strange is not None:
         check.fail(name, f"the id {strange!r}", "whole numbers, as the model's ids are")
     return np.array(keys, dtype=np.int64)
-
-
-def _frame(name: str, rows: Any) -> pl.DataFrame:
-    if isinstance(rows, (str, os.PathLike)):
-        return frames.read_frame(name, check.path(name, rows))
-    return frames.as_frame(name, rows)
 
 
 def _taken(name: str, part: Any, rows: NDArray[np.int64]) -> FeaturesLike:

@@ -381,8 +381,15 @@ class TwoTower(ModelSettings):
             right_features: the same of the right entity, with ``side="right"``.
             histories: a list with one list of right ids, or a sparse matrix with one row: the history of a new entity.
         """
-        described = {"left_features": left_features, "right_features": right_features, "histories": histories}
-        return Explainer(self.with_changes(), self._known()).explain(left, right, side=side, **described)
+        explainer = Explainer(self.with_changes(), self._known())
+        this, that = explainer.sides(side)
+        keys, features = {"left": left, "right": right}, {"left": left_features, "right": right_features}
+        if features[that.name] is not None:
+            check.fail(f"{that.name}_features", "features", f"None: the score is explained by the {side} entity")
+        if histories is not None and side == "right":
+            check.fail("histories", "a history", 'None with side="right"')
+        other, own = that.row(keys[that.name]), None if keys[side] is None else this.row(keys[side])
+        return explainer.explain(own, other, side, features[side], histories)
 
     recommend = _asked(FittedModel.recommend)
     recommend_all = _asked(FittedModel.recommend_all)

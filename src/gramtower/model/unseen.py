@@ -10,7 +10,6 @@ Where both sides are one set, held-out entities are on neither side of it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,8 +39,8 @@ from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.tally import deal, means_without
-from gramtower.model.feature_spec import Both, GivenFeatures, IdArray, TowerWidths
-from gramtower.model.fit_data import FitData, FitPairs, known_pairs, matrix_and_ids
+from gramtower.model.feature_spec import NAMES, Both, GivenFeatures, IdArray, TowerWidths
+from gramtower.model.fit_data import FitData, FitPairs, align, matrix_and_ids
 from gramtower.model.settings import ModelSettings
 from gramtower.training.checkpoint import features_text, sparse_digest
 
@@ -65,7 +64,7 @@ class Unseen:
 
     def validator(self, metric: str, data: FitData) -> UnseenValidator:
         """The metric of a point of a fit on :attr:`train`, whose scalings the held-out entities get."""
-        rows = data.inputs[SIDES.index(self.side)].encoded(self.side, self.described)
+        rows = data.inputs[SIDES.index(self.side)].encoded(self.side, self.described, self.count)
         described = as_features(self.side, rows, self.count)
         return UnseenValidator(metric, self.side, described, self.truth, data.matrix, ExpectedIds.of(self.side, data))
 
@@ -135,16 +134,20 @@ def hold_out_entities(
     axis = SIDES.index(name)
     _refuse_others(settings, pairs, features[axis], share, name)
     both = [GivenFeatures(side, given) for side, given in zip(SIDES, features, strict=True)]
-    for given in both:
-        given.refuse_frames()
+    for one in both:
+        one.refuse_frames()
     matrix, _ = matrix_and_ids(pairs)
     whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix, same_entities=False)
     train, test = split_entities(whole, share, name, seed)
     kept = [join(new, index_of(old)) for new, old in zip(_ids(train), _ids(whole), strict=True)]
     new = join(_ids(test)[axis], index_of(_ids(whole)[axis]))
-    inner = [given.take(own, rows) for given, own, rows in zip(both, _ids(whole), kept, strict=True)]
+    inner = [one.take(own, rows) for one, own, rows in zip(both, _ids(whole), kept, strict=True)]
     described = both[axis].encode(_ids(whole)[axis], new)
-    return Unseen(name, train, (inner[0], inner[1]), described, _truth(test, train, axis, share))
+    truth = _known(test, train, axis)
+    if not (truth.data > 0).any():
+        given = f"{share} of the {name} entities, all of whose pairs are with entities that no others have"
+        check.fail("validation", given, "another share")
+    return Unseen(name, train, (inner[0], inner[1]), described, truth)
 
 
 def split_entities(pairs: Interactions, share: object, side: str, seed: int) -> tuple[Interactions, Interactions]:
@@ -168,7 +171,7 @@ def unseen_pairs(pairs: Interactions, share: float, side: str, seed: int) -> int
     """How many pairs :func:`hold_out_entities` asks about: those with known entities of the other side."""
     axis = SIDES.index(check.choice("validation_side", side, SIDES))
     train, test = split_entities(pairs, share, side, seed)
-    return known_pairs((None, train.right_ids) if axis == 0 else (train.left_ids, None), test)
+    return int(_known(test, train, axis).nnz)
 
 
 def _without_others(pairs: Interactions, axis: int, gone: IdArray) -> Interactions:
@@ -202,20 +205,10 @@ def _ids(pairs: Interactions) -> tuple[IdArray, IdArray]:
     return pairs.left_ids, pairs.right_ids
 
 
-def _truth(test: Interactions, train: Interactions, axis: int, share: object) -> sp.csr_matrix:
-    other = 1 - axis
-    places = [np.arange(size) for size in test.shape]
-    places[other] = join(_ids(test)[other], index_of(_ids(train)[other]))
-    coo = test.matrix.tocoo()
-    rows, columns = places[0][coo.row], places[1][coo.col]
-    known = (rows >= 0) & (columns >= 0)
-    if not (coo.data[known] > 0).any():
-        given = f"{share} of the {SIDES[axis]} entities, all of whose pairs are with entities that no others have"
-        check.fail("validation", given, "another share")
-    shape = (test.shape[0], train.shape[1]) if axis == 0 else (train.shape[0], test.shape[1])
-    found = sp.csr_matrix((coo.data[known], (rows[known], columns[known])), shape=shape)
-    found.sort_indices()
-    return found
+def _known(test: Interactions, train: Interactions, axis: int) -> sp.csr_matrix:
+    """Pairs of held-out entities with those entities of the other side that are in ``train``, in the rows of both."""
+    ids = (test.left_ids, train.right_ids) if axis == 0 else (train.left_ids, test.right_ids)
+    return align("validation", test, ids, (len(ids[0]), len(ids[1]))).pairs
 
 
 RIDGE = 5.0  # penalty on B; feature rows have about length one, weights have mean one
@@ -256,19 +249,18 @@ class ExpectedIds:
     def of(cls, side: str, data: FitData) -> ExpectedIds | None:
         """The regression for a fit, or None without ids next to features; all processes must call it together."""
         index = ("left", "right").index(side)
-        parts, place, group = data.inputs[index].parts, getattr(data.shards, side), data.shards.group
-        ends = np.cumsum([part.width for part in parts])
-        spans = [(part, np.arange(end - part.width, end)) for part, end in zip(parts, ends, strict=True)]
-        own = next(((part, span) for part, span in spans if part.kind == "id"), None)
-        if own is None or len(parts) == 1:
+        inputs, place, group = data.inputs[index], getattr(data.shards, side), data.shards.group
+        own = next(((part, span.start) for part, span in inputs.spans if part.kind == "id"), None)
+        if own is None or len(inputs.parts) == 1:
             return None
-        columns = np.concatenate([span for part, span in spans if part.kind not in ("id", "history")] or [ends[:0]])
+        widths = [part.width for part in inputs.parts]
+        columns = np.flatnonzero(np.repeat([part.kind not in NAMES for part in inputs.parts], widths))
         counts = np.ones(place.count)
         if side == "right":
             pairs = np.bincount(data.matrix.indices, minlength=place.total).astype(np.float64)
             counts = place.local_rows("pairs", group.sum_(torch.from_numpy(pairs)).numpy())
         rows = sp.csr_matrix(data.features[index])[:, columns]
-        return cls(side, int(own[1][0]), own[0].factor, torch.from_numpy(columns), rows, counts, place, group)
+        return cls(side, own[1], own[0].factor, torch.from_numpy(columns), rows, counts, place, group)
 
     def weights(self, power: float, kept: NDArray[np.bool_] | None = None) -> Tensor:
         """Weights of the local entities, zero where not ``kept``; their mean over all entities is one."""
@@ -371,7 +363,7 @@ def with_feature_columns(towers: Towers, data: FitData) -> Towers:
     found = undrawn_towers(TowerWidths.of(*data.inputs), ((), ()), data.dim, data.activation).to(towers.device)
     for side, inputs in zip(("left", "right"), data.inputs, strict=True):
         table, wide = getattr(towers, side)[0].weight, getattr(found, side)[0].weight
-        first = sum(part.width for part in itertools.takewhile(lambda part: part.kind != "id", inputs.parts))
+        first = next(span.start for part, span in inputs.spans if part.kind == "id")
         wide.data.zero_()[first : first + len(table)] = table.detach()
     return found
 

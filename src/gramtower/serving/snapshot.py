@@ -30,7 +30,7 @@ from gramtower.data.ids import Key
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
 from gramtower.model.explanation import Explainer, Explanation
-from gramtower.model.side import Side
+from gramtower.model.side import Side, described
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, index_path, read_index
 from gramtower.serving.refusals import Refused
@@ -228,7 +228,7 @@ class Snapshot:
         other = int(self.right.rows([right])[0])
         matrix = None if histories is None else self._histories(histories)
         try:
-            found = self._explainer.explain_rows(own, other, "left", features, matrix)
+            found = self._explainer.explain(own, other, "left", features, matrix)
         except ValueError as error:
             raise _refused(error, "left_features") from error
         if not np.isfinite([found.score, found.base, found.remainder]).all():
@@ -281,7 +281,8 @@ class Snapshot:
     def _seen_by_described(self, features: NewFeatures, histories: sp.csr_matrix | None) -> sp.csr_matrix | None:
         """Pairs of entities given by features: their histories, and their pairs in training if their ids are known."""
         try:
-            seen = self.model.fitted_.seen_by_described(features, histories, self.left.index)
+            what = None if features is None else described(self.model.left_, features)
+            seen = self.model.fitted_.seen_by_described(what, histories, self.left.index)
         except ValueError as error:
             raise Refused(422, " ".join(str(error).split())[:500]) from error
         return None if seen is None else seen.sorted_indices()
