@@ -175,7 +175,7 @@ def test_no_list_holds_what_is_seen_and_no_entity_is_its_own_item():
     pairs = gt.Interactions.from_arrays(links[:, 0], links[:, 1], same_entities=True)
     cut = make_cut(pairs, 0.2, 0)
     for entry in entries.make_entries(pairs, None, None, {}):
-        if entry.left_out is None:
+        if entry.facts.left_out is None:
             candidate = entry.make()
             candidate.fit(cut, 0)
             lists = candidate.lists(cut, 30)

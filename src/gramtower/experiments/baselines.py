@@ -8,7 +8,8 @@ All learn from the pattern of the positive pairs, X (users × items, ones), with
                 P = (XᵀX + λI)⁻¹, B_ij = −P_ij / P_jj. O(n³) time, 3 n² float64: refused beyond ``most_items``
     ALS         p_iᵀq_j by implicit's AlternatingLeastSquares, with its defaults for options that are not given
 
-The caller passes the seen pairs that lists leave out; ties go to the smaller column, as in retrieval/topk.py.
+``fit(pairs, seed)`` learns from users × items. ``lists(rows, k, seen)`` returns the k best items of some users, best
+first, −1 where there is none, without their rows of ``seen``; ties go to the smaller column, as in retrieval/topk.py.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from gramtower.retrieval.topk import best, top_k
 
 Lists = NDArray[np.int64]
 _BLOCK_BYTES = 64_000_000  # of scores made at once
+_USE = "this baseline"  # in errors about missing packages
 _COPIES = 3  # n × n float64 matrices that EASE holds at once
 
 
@@ -42,16 +44,6 @@ class ImplicitModel(Protocol):
 
     @property
     def fit(self) -> Callable[..., object]: ...
-
-
-class Baseline(Protocol):
-    """The interface of a model in a benchmark."""
-
-    def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> object:
-        """Learn from the positive pairs, users × items."""
-
-    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-        """Return the k best items of some users, best first, −1 where there is none, without their rows of ``seen``."""
 
 
 @dataclass
@@ -87,7 +79,8 @@ class ItemKNN:
 
     def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> ItemKNN:
         self.pairs_ = _ones(pairs)
-        found = _implicit("nearest_neighbours").CosineRecommender(self.neighbours, num_threads=torch.get_num_threads())
+        recommenders = need("implicit.nearest_neighbours", _USE)
+        found = recommenders.CosineRecommender(self.neighbours, num_threads=torch.get_num_threads())
         with as_implicit_asks():
             found.fit(self.pairs_.astype(np.float64), show_progress=False)
         self.similarity_ = found.similarity
@@ -155,7 +148,7 @@ class ALS:
     def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> ALS:
         given = {"use_gpu": False, "random_state": seed, "num_threads": torch.get_num_threads(), **self.options}
         with as_implicit_asks():
-            self.model_ = _implicit("als").AlternatingLeastSquares(**given)
+            self.model_ = need("implicit.als", _USE).AlternatingLeastSquares(**given)
             self.model_.fit(_ones(pairs), show_progress=False)
         return self
 
@@ -180,7 +173,9 @@ def needs_implicit(model: BuiltIn) -> str | None:
 
 def lists_of_factors(model: ImplicitModel, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
     """Return the lists of a model of implicit that has factors of users and items."""
-    users, items = (_on_host(getattr(model, name)) for name in ("user_factors", "item_factors"))
+    factors = [getattr(model, name) for name in ("user_factors", "item_factors")]
+    on_host = (one.to_numpy() if hasattr(one, "to_numpy") else one for one in factors)  # also from a GPU
+    users, items = (np.asarray(one, dtype=np.float32) for one in on_host)
     return top_k(users[rows], items, k, exclude=seen[rows])[0]
 
 
@@ -219,12 +214,3 @@ def _ones(pairs: sp.csr_matrix) -> sp.csr_matrix:
     kept = sp.csr_matrix((matrix.data > 0, matrix.indices, matrix.indptr), shape=matrix.shape, copy=True)
     kept.eliminate_zeros()
     return kept.astype(np.float32)
-
-
-def _on_host(factors: object) -> NDArray[np.float32]:
-    """Return factors as a numpy array, also those of implicit on a GPU."""
-    return np.asarray(factors.to_numpy() if hasattr(factors, "to_numpy") else factors, dtype=np.float32)
-
-
-def _implicit(module: str) -> Any:
-    return need(f"implicit.{module}", "this baseline")

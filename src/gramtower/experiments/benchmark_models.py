@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +30,6 @@ from gramtower.data.tables import FeatureTable
 from gramtower.experiments.baselines import (
     ALS,
     EASE,
-    Baseline,
     BuiltIn,
     ImplicitModel,
     ItemKNN,
@@ -42,6 +41,7 @@ from gramtower.experiments.baselines import (
     needs_implicit,
     settings_of,
 )
+from gramtower.experiments.benchmark_report import ModelFacts
 from gramtower.experiments.cross_validation import Estimator, fit_copy
 from gramtower.metrics.definitions import parse
 from gramtower.metrics.embedding_metrics import ranking_metrics
@@ -163,7 +163,8 @@ class Candidate(Protocol):
     """A model in one run."""
 
     def check(self, cut: Cut) -> None:
-        """Refuse a model that could not be fitted, without fitting it."""
+        """Refuse a model that could not be fitted, without fitting it; most models are checked by their fit."""
+        return
 
     def fit(self, cut: Cut, seed: int) -> None:
         """Learn from the training part of a split."""
@@ -178,20 +179,14 @@ class Entry:
 
     name: str  # name of the model
     make: Callable[[], Candidate]  # returns an unfitted copy of it
-    kind: str  # "baseline", "towers" or "own"
-    settings: dict[str, object]  # settings of the model, for JSON and to recognise its runs
-    random: bool = True  # whether its result depends on the seed
-    left_out: str | None = None  # why it does not run; None if it runs
+    facts: ModelFacts  # its description, to recognise its runs
 
 
-class OfBaseline:
-    """Adapts a baseline to the interface of candidates."""
+class OfBaseline(Candidate):
+    """A baseline of this package."""
 
-    def __init__(self, model: Baseline) -> None:
+    def __init__(self, model: BuiltIn) -> None:
         self.model = model
-
-    def check(self, cut: Cut) -> None:
-        """Accept every baseline."""
 
     def fit(self, cut: Cut, seed: int) -> None:
         self.model.fit(cut.train.matrix, seed)
@@ -200,14 +195,11 @@ class OfBaseline:
         return self.model.lists(cut.users, k, cut.seen)
 
 
-class OfImplicit:
-    """Adapts a model of implicit to the interface of candidates."""
+class OfImplicit(Candidate):
+    """A model of implicit."""
 
     def __init__(self, model: ImplicitModel) -> None:
         self.model = model
-
-    def check(self, cut: Cut) -> None:
-        """Accept every model: implicit checks when it fits."""
 
     def fit(self, cut: Cut, seed: int) -> None:
         if hasattr(self.model, "random_state"):
@@ -222,14 +214,13 @@ class OfImplicit:
         return lists_of_factors(self.model, cut.users, k, cut.seen)
 
 
-class OfEstimator:
-    """Adapts an estimator to the interface of candidates."""
+class OfEstimator(Candidate):
+    """A two-tower model, or another estimator."""
 
     def __init__(self, model: Recommender, arguments: Mapping[str, object]) -> None:
         self.model, self.arguments = model, dict(arguments)
 
     def check(self, cut: Cut) -> None:
-        """Refuse settings and features of towers that do not fit the data; other estimators check when they fit."""
         if isinstance(self.model, ModelSettings):
             known = {name: one for name, one in self.arguments.items() if name in ("left_features", "right_features")}
             as_solver(self.model.optimizer, dict(self.model.solver_options()))
@@ -268,7 +259,12 @@ def make_entries(
     features: Mapping[str, object],
 ) -> list[Entry]:
     """Return the models of a benchmark after checking them."""
-    entries = [_built_in(name, pairs, features) for name in _chosen(baselines, bool(features))]
+    entries = [
+        _baseline(name, BASELINES[name](), pairs)
+        if name in BASELINES
+        else _estimator(name, TOWERS[name](), features if name.endswith("-features") else {}, pairs, "towers")
+        for name in _chosen(baselines, bool(features))
+    ]
     if models is not None and not isinstance(models, Mapping):
         check.fail("models", type(models).__name__, "names and models, such as {'mine': gramtower.TwoTower(dim=32)}")
     for name, given in (models or {}).items():
@@ -277,8 +273,8 @@ def make_entries(
         if name in BUILT_IN:
             check.fail("models", f"the name {name!r}", "a name other than " + ", ".join(BUILT_IN))
         entries.append(_own(name, given, pairs, features))
-    if not any(entry.left_out is None for entry in entries):
-        reasons = "; ".join(f"{entry.name}: {entry.left_out}" for entry in entries)
+    if not any(entry.facts.left_out is None for entry in entries):
+        reasons = "; ".join(f"{entry.name}: {entry.facts.left_out}" for entry in entries)
         check.fail("models", f"none that can run ({reasons})" if entries else "none", "at least one model")
     return entries
 
@@ -300,23 +296,13 @@ def _chosen(names: Sequence[str] | None, with_features: bool) -> list[str]:
     return chosen
 
 
-def _built_in(name: str, pairs: Interactions, features: Mapping[str, object]) -> Entry:
-    if name in TOWERS:
-        model = TOWERS[name]()
-        return _estimator(name, model, features if name.endswith("-features") else {}, pairs, "towers")
-    return _baseline(name, BASELINES[name](), pairs)
-
-
 def _baseline(name: str, model: BuiltIn, pairs: Interactions) -> Entry:
     reason = needs_implicit(model)
     if reason is None and isinstance(model, EASE):
         reason = model.too_large(pairs.shape[1])
-    settings = settings_of(model)
-    shown = {"model": type(model).__name__} | {name: describe(value) for name, value in settings.items()}
-    kind: Callable[..., BuiltIn] = type(model)
-    return Entry(
-        name, lambda: OfBaseline(kind(**copy.deepcopy(settings))), "baseline", shown, isinstance(model, ALS), reason
-    )  # fmt: skip
+    shown = {"model": type(model).__name__} | {name: describe(value) for name, value in settings_of(model).items()}
+    facts = ModelFacts("baseline", shown, isinstance(model, ALS), reason)
+    return Entry(name, lambda: OfBaseline(copy.deepcopy(replace(model))), facts)
 
 
 def _own(name: str, given: object, pairs: Interactions, features: Mapping[str, object]) -> Entry:
@@ -334,7 +320,8 @@ def _own(name: str, given: object, pairs: Interactions, features: Mapping[str, o
     of_implicit = hasattr(model, "user_factors") or hasattr(model, "similarity")
     if of_implicit and not isinstance(model, type) and callable(getattr(model, "fit", None)) and not paired:
         plain = {n: v for n, v in vars(model).items() if isinstance(v, (bool, int, float, str)) and n not in _SEEDS}
-        return Entry(name, lambda: OfImplicit(copy.deepcopy(model)), "own", {"model": type(model).__name__, **plain})
+        facts = ModelFacts("own", {"model": type(model).__name__, **plain})
+        return Entry(name, lambda: OfImplicit(copy.deepcopy(model)), facts)
     shown = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     expected = (
         "a model with get_params, fit and recommend such as gramtower.TwoTower(), a pair of it and the arguments of "
@@ -344,23 +331,14 @@ def _own(name: str, given: object, pairs: Interactions, features: Mapping[str, o
 
 
 def _estimator(name: str, model: Recommender, arguments: Mapping[str, object], pairs: Interactions, kind: str) -> Entry:
-    given = {part: describe(value, _ids(part, pairs)) for part, value in arguments.items()}
+    """Return a model that is an estimator; matrices of features must have a row for each entity."""
+    given = {}
     for part, value in arguments.items():
-        _check_rows(part, value, pairs)
+        ids = {"left_features": pairs.left_ids, "right_features": pairs.right_ids}.get(part)
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if ids is not None and hasattr(one, "shape") and one.shape[0] != len(ids):
+                check.fail(part, f"{one.shape[0]} rows", f"{len(ids)}, one for each entity of pairs")
+        given[part] = describe(value, ids)
     settings = {n: describe(v) for n, v in model.get_params().items() if n not in ("verbose", *_SEEDS)}
-    return Entry(
-        name, lambda: OfEstimator(model, arguments), kind,
-        {"model": type(model).__name__, **settings, **({"fit": given} if given else {})},
-    )  # fmt: skip
-
-
-def _ids(argument: str, pairs: Interactions) -> Ids | None:
-    return {"left_features": pairs.left_ids, "right_features": pairs.right_ids}.get(argument)
-
-
-def _check_rows(argument: str, value: object, pairs: Interactions) -> None:
-    """Refuse matrices of features whose number of rows is not the number of entities."""
-    ids = _ids(argument, pairs)
-    for part in value if isinstance(value, (list, tuple)) else [value]:
-        if ids is not None and hasattr(part, "shape") and part.shape[0] != len(ids):
-            check.fail(argument, f"{part.shape[0]} rows", f"{len(ids)}, one for each entity of pairs")
+    shown = {"model": type(model).__name__, **settings, **({"fit": given} if given else {})}
+    return Entry(name, lambda: OfEstimator(model, arguments), ModelFacts(kind, shown))

@@ -7,9 +7,9 @@ their metrics. An error ends a run, not the benchmark. Cost: that of the fits an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +103,7 @@ def benchmark(
         check.fail("pairs", "none", "at least two pairs")
     given = {"left_features": left_features, "right_features": right_features}
     entries = make_entries(known, baselines, models, {name: one for name, one in given.items() if one is not None})
-    if reference is not None and reference not in (able := [e.name for e in entries if e.left_out is None]):
+    if reference is not None and reference not in (able := [e.name for e in entries if e.facts.left_out is None]):
         check.fail("reference", repr(reference), "one of " + ", ".join(able))
     first = make_cut(known, test, numbers[0])
     folder = None if out is None else check.path("out", out)
@@ -116,13 +116,19 @@ def benchmark(
         metrics=names,
         seeds=numbers,
         reference=reference,
-        models={e.name: _facts(e) for e in entries},
+        models={e.name: plain(asdict(e.facts)) for e in entries},
         commands=[] if command is None else [command],
     )
     for entry in entries:
-        _check_entry(entry, first)
+        try:
+            if entry.facts.left_out is None:
+                entry.make().check(first)
+        except ValueError as error:
+            raise ValueError(f"models[{entry.name!r}]: {error}") from error
     lines = progress or progress_lines("gramtower.benchmark", verbose) or (lambda text: None)
-    with _hold(folder):
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if folder is None else locked(folder, name="out"):
         store = None if folder is None else store_of(folder, "out")
         if store is not None:
             manifest = _joined(store, manifest, check.flag("fresh", fresh))
@@ -161,31 +167,28 @@ class _Runner:
 
     def run(self) -> None:
         """Run all runs that have not ended."""
-        asked = list(self._asked())
-        waiting = [(seed, entry) for seed, entry in asked if not self._ended(entry.name, seed)]
-        if self.store is not None and len(waiting) < len(asked):
+        manifest, store = self.manifest, self.store
+        asked = [
+            (seed, entry)
+            for seed in manifest.seeds
+            for name, entry in self.entries.items()
+            if entry.facts.left_out is None and seed in manifest.seeds_of(name)
+        ]
+        waiting = [(seed, e) for seed, e in asked if store is None or read_run(store, e.name, seed) is None]
+        if len(waiting) < len(asked):
             self.progress(f"{len(asked) - len(waiting)} of {len(asked)} runs are there already")
-        if any(entry.kind == "towers" for _, entry in waiting):
+        if any(entry.facts.kind == "towers" for _, entry in waiting):
             _prepare()
         if waiting:
             self.progress(f"{len(waiting)} runs to do; first: {waiting[0][1].name}, seed {waiting[0][0]}")
         where, cut, of = environment(), None, 0
         for place, (seed, entry) in enumerate(waiting, start=1):
-            if cut is None or (seed != of and not self.manifest.fixed_test):
+            if cut is None or (seed != of and not manifest.fixed_test):
                 cut, of = make_cut(self.pairs, self.test, seed), seed
             text = self._one(entry, seed, cut, where)
             then = "".join(f"; next: {after.name}, seed {its}" for its, after in waiting[place : place + 1])
             ended = len(asked) - len(waiting) + place
             self.progress(f"{ended}/{len(asked)}  {entry.name}, seed {seed}: {text}{then}")
-
-    def _asked(self) -> Iterator[tuple[int, Entry]]:
-        for seed in self.manifest.seeds:
-            for name, entry in self.entries.items():
-                if entry.left_out is None and seed in self.manifest.seeds_of(name):
-                    yield seed, entry
-
-    def _ended(self, name: str, seed: int) -> bool:
-        return self.store is not None and read_run(self.store, name, seed) is not None
 
     def _one(self, entry: Entry, seed: int, cut: Cut, where: dict[str, object]) -> str:
         """Run a model once and keep the run if it ends well; return a line about it."""
@@ -229,25 +232,11 @@ def measure(entry: Entry, seed: int, cut: Cut, k: int, metrics: list[str]) -> Ru
     )  # fmt: skip
 
 
-def _check_entry(entry: Entry, cut: Cut) -> None:
-    """Refuse a model that could not be fitted; the error has its name."""
-    try:
-        if entry.left_out is None:
-            entry.make().check(cut)
-    except ValueError as error:
-        raise ValueError(f"models[{entry.name!r}]: {error}") from error
-
-
 def _prepare() -> None:
     """Compile the functions that all towers share, so that no model is charged for it."""
     few = sp.csr_matrix(np.eye(8, dtype=np.float32))
     TwoTower(dim=2, hidden=(), max_iterations=2).fit(few)
     TwoTower(dim=2, hidden=(2,), max_iterations=2).fit(few, ["id", few], ["id", few])
-
-
-def _facts(entry: Entry) -> dict[str, object]:
-    facts = {"kind": entry.kind, "settings": entry.settings, "random": entry.random, "left_out": entry.left_out}
-    return dict(plain(facts))
 
 
 def _about(pairs: Interactions, test: Test) -> dict[str, object]:
@@ -269,7 +258,9 @@ def _joined(store: RunStore, now: Manifest, fresh: bool) -> Manifest:
         for path in store.folder.glob("runs/*.tensors"):  # runs of an earlier version
             path.unlink()
         return now
-    store.refuse(name for name in now.models if name in before.models and _marks(before, name) != _marks(now, name))
+    shared = [name for name in now.models if name in before.models]
+    marks = [[replace(one.facts(name), left_out=None) for name in shared] for one in (before, now)]
+    store.refuse(name for name, was, will in zip(shared, *marks, strict=True) if was != will)
     return replace(
         now,
         title=before.title,
@@ -279,16 +270,3 @@ def _joined(store: RunStore, now: Manifest, fresh: bool) -> Manifest:
         failures=before.failures,
         commands=list(dict.fromkeys([*before.commands, *now.commands])),
     )
-
-
-def _marks(manifest: Manifest, name: str) -> object:
-    """Return the facts that must be equal for a model's runs to be kept."""
-    facts = manifest.facts(name)
-    return facts.kind, facts.settings, facts.random
-
-
-def _hold(folder: Path | None) -> AbstractContextManager[None]:
-    if folder is None:
-        return nullcontext()
-    folder.mkdir(parents=True, exist_ok=True)
-    return locked(folder, name="out")
