@@ -48,8 +48,8 @@ from gramtower.experiments.comparison import store_of as comparison_store
 from gramtower.experiments.comparison_page import build as build_comparison
 from gramtower.experiments.cross_validation import cross_validate as validate
 from gramtower.experiments.cross_validation import span
+from gramtower.experiments.figures import PAGE
 from gramtower.experiments.fit_report import FitRun, Titles, fit_page, validation_pairs
-from gramtower.experiments.page import PAGE
 from gramtower.experiments.tuning.report import REPORT, read_search, tuning_page
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.fitting import validated_history

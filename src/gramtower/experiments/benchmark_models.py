@@ -320,7 +320,7 @@ def _own(name: str, given: object, pairs: Interactions, features: Mapping[str, o
     of_implicit = hasattr(model, "user_factors") or hasattr(model, "similarity")
     if of_implicit and not isinstance(model, type) and callable(getattr(model, "fit", None)) and not paired:
         plain = {n: v for n, v in vars(model).items() if isinstance(v, (bool, int, float, str)) and n not in _SEEDS}
-        facts = ModelFacts("own", {"model": type(model).__name__, **plain})
+        facts = ModelFacts("own", {"model": type(model).__name__, **plain}, True)
         return Entry(name, lambda: OfImplicit(copy.deepcopy(model)), facts)
     shown = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     expected = (
@@ -341,4 +341,4 @@ def _estimator(name: str, model: Recommender, arguments: Mapping[str, object], p
         given[part] = describe(value, ids)
     settings = {n: describe(v) for n, v in model.get_params().items() if n not in ("verbose", *_SEEDS)}
     shown = {"model": type(model).__name__, **settings, **({"fit": given} if given else {})}
-    return Entry(name, lambda: OfEstimator(model, arguments), ModelFacts(kind, shown))
+    return Entry(name, lambda: OfEstimator(model, arguments), ModelFacts(kind, shown, True))

@@ -22,8 +22,7 @@ from gramtower._util.files import plain, write_json, write_text
 from gramtower._util.html import document
 from gramtower._util.schema import build as build_from_json
 from gramtower.experiments.cross_validation import Interval, bootstrap_intervals, span, text_table
-from gramtower.experiments.figures import interval_figure
-from gramtower.experiments.page import BUSY, PAGE, SUMMARY, circumstances, drawn, table
+from gramtower.experiments.figures import BUSY, PAGE, SUMMARY, circumstances, drawn, interval_figure, table
 from gramtower.experiments.run_store import RunStore
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
 
@@ -37,7 +36,7 @@ class ModelFacts:
 
     kind: str  # "baseline", "towers" or "own"
     settings: dict[str, Any]  # settings of the model, for JSON and to recognise its runs
-    random: bool = True  # whether its result depends on the seed
+    random: bool  # whether its result depends on the seed
     left_out: str | None = None  # why it does not run; None if it runs
 
 

@@ -19,8 +19,7 @@ from gramtower._util.files import plain
 from gramtower._util.html import document, number
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import without
-from gramtower.experiments.figures import degree_figure, run_figure
-from gramtower.experiments.page import circumstances, drawn, table
+from gramtower.experiments.figures import circumstances, degree_figure, drawn, run_figure, table
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.metrics.tally import GROUPS, Scores, terciles
 from gramtower.model.fit_data import own_pairs
