@@ -177,8 +177,8 @@ def test_no_list_holds_what_is_seen_and_no_entity_is_its_own_item():
     for entry in entries.make_entries(pairs, None, None, {}):
         if entry.facts.left_out is None:
             candidate = entry.make()
-            candidate.fit(cut, 0)
-            lists = candidate.lists(cut, 30)
+            candidate.fit(cut.train, 0)
+            lists = candidate.lists(cut.users, 30, cut.seen)
             shown = np.zeros((len(cut.users), pairs.shape[1]), dtype=bool)
             shown[np.nonzero(lists >= 0)[0], lists[lists >= 0]] = True
             seen = cut.train.matrix[cut.users].toarray() != 0

@@ -97,10 +97,10 @@ def test_a_model_that_fails_is_exit_code_1_and_one_left_out_is_not(folder, tmp_p
     assert command(folder, tmp_path / "a", "--models", "popularity,als", "--seeds", 1) == 0
     assert "als left out: not here" in capsys.readouterr().out
 
-    def failing(self, cut, seed):
+    def failing(self, pairs, seed):
         raise MemoryError("too much")
 
-    monkeypatch.setattr(entries.OfBaseline, "fit", failing)
+    monkeypatch.setattr(entries.Popularity, "fit", failing)
     assert command(folder, tmp_path / "b", "--models", "popularity", "--seeds", 1) == 1
     printed = capsys.readouterr().out
     assert "popularity failed: seed 0: MemoryError: too much" in printed

@@ -7,9 +7,11 @@ All learn from the pattern of the positive pairs, X (users × items, ones), with
     EASE        X B, B = argmin ‖X − XB‖² + λ‖B‖² with zeros on its diagonal (Steck 2019), in closed form:
                 P = (XᵀX + λI)⁻¹, B_ij = −P_ij / P_jj. O(n³) time, 3 n² float64: refused beyond ``most_items``
     ALS         p_iᵀq_j by implicit's AlternatingLeastSquares, with its defaults for options that are not given
+    OfImplicit  a model of implicit that the caller has made, whose factors or similarities are ranked
 
-``fit(pairs, seed)`` learns from users × items. ``lists(rows, k, seen)`` returns the k best items of some users, best
-first, −1 where there is none, without their rows of ``seen``; ties go to the smaller column, as in retrieval/topk.py.
+``fit(pairs, seed)`` learns from a matrix, users × items, or Interactions. ``lists(rows, k, seen)`` returns the k best
+items of some users, best first, −1 where there is none, without their rows of ``seen``; ties go to the smaller column,
+as in retrieval/topk.py.
 """
 
 from __future__ import annotations
@@ -18,9 +20,9 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -30,10 +32,12 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util.host import memory_size
 from gramtower._util.optional import install_line, need
+from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import canonical
 from gramtower.retrieval.topk import best, top_k
 
 Lists = NDArray[np.int64]
+Pairs: TypeAlias = sp.csr_matrix | Interactions
 _BLOCK_BYTES = 64_000_000  # of scores made at once
 _USE = "this baseline"  # in errors about missing packages
 _COPIES = 3  # n × n float64 matrices that EASE holds at once
@@ -52,7 +56,7 @@ class Popularity:
 
     scores_: NDArray[np.float32] = field(init=False, repr=False, compare=False)
 
-    def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> Popularity:
+    def fit(self, pairs: Pairs, seed: int = 0) -> Popularity:
         matrix = _ones(pairs)
         self.scores_ = np.bincount(matrix.indices, minlength=matrix.shape[1]).astype(np.float32)
         return self
@@ -77,7 +81,7 @@ class ItemKNN:
     def __post_init__(self) -> None:
         check.count("neighbours", self.neighbours)
 
-    def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> ItemKNN:
+    def fit(self, pairs: Pairs, seed: int = 0) -> ItemKNN:
         self.pairs_ = _ones(pairs)
         recommenders = need("implicit.nearest_neighbours", _USE)
         found = recommenders.CosineRecommender(self.neighbours, num_threads=torch.get_num_threads())
@@ -117,7 +121,7 @@ class EASE:
             return f"{items:,} items need {needed / 1e9:.1f} GB, more than half of the {there / 1e9:.1f} GB there are"
         return None
 
-    def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> EASE:
+    def fit(self, pairs: Pairs, seed: int = 0) -> EASE:
         if reason := self.too_large(pairs.shape[1]):
             check.fail("pairs", reason, "fewer items")
         self.pairs_ = _ones(pairs)
@@ -145,7 +149,7 @@ class ALS:
     options: dict[str, object] = field(default_factory=dict)
     model_: Any = field(init=False, repr=False, compare=False)
 
-    def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> ALS:
+    def fit(self, pairs: Pairs, seed: int = 0) -> ALS:
         given = {"use_gpu": False, "random_state": seed, "num_threads": torch.get_num_threads(), **self.options}
         with as_implicit_asks():
             self.model_ = need("implicit.als", _USE).AlternatingLeastSquares(**given)
@@ -154,6 +158,26 @@ class ALS:
 
     def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
         return lists_of_factors(self.model_, rows, k, seen)
+
+
+class OfImplicit:
+    """A model of implicit, which is fitted itself."""
+
+    def __init__(self, model: ImplicitModel) -> None:
+        self.model = model
+
+    def fit(self, pairs: Pairs, seed: int = 0) -> OfImplicit:
+        if hasattr(self.model, "random_state"):
+            self.model.random_state = seed
+        self.pairs_ = _ones(pairs)
+        with as_implicit_asks() if type(self.model).__module__.startswith("implicit.") else nullcontext():
+            self.model.fit(self.pairs_, show_progress=False)
+        return self
+
+    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
+        if (similarity := getattr(self.model, "similarity", None)) is not None:
+            return lists_by_products(self.pairs_, similarity, rows, k, seen)
+        return lists_of_factors(self.model, rows, k, seen)
 
 
 BuiltIn = Popularity | ItemKNN | EASE | ALS
@@ -208,9 +232,9 @@ def as_implicit_asks() -> Iterator[None]:
         yield
 
 
-def _ones(pairs: sp.csr_matrix) -> sp.csr_matrix:
+def _ones(pairs: Pairs) -> sp.csr_matrix:
     """Return the pattern of the positive pairs, as ones."""
-    matrix = canonical("pairs", pairs)
+    matrix = canonical("pairs", pairs.matrix if isinstance(pairs, Interactions) else pairs)
     kept = sp.csr_matrix((matrix.data > 0, matrix.indices, matrix.indptr), shape=matrix.shape, copy=True)
     kept.eliminate_zeros()
     return kept.astype(np.float32)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -31,13 +30,10 @@ from gramtower.experiments.baselines import (
     ALS,
     EASE,
     BuiltIn,
-    ImplicitModel,
     ItemKNN,
     Lists,
+    OfImplicit,
     Popularity,
-    as_implicit_asks,
-    lists_by_products,
-    lists_of_factors,
     needs_implicit,
     settings_of,
 )
@@ -160,17 +156,10 @@ class Recommender(Estimator, Protocol):
 
 
 class Candidate(Protocol):
-    """A model in one run."""
+    """A model in one run, with the interface of a baseline."""
 
-    def check(self, cut: Cut) -> None:
-        """Refuse a model that could not be fitted, without fitting it; most models are checked by their fit."""
-        return
-
-    def fit(self, cut: Cut, seed: int) -> None:
-        """Learn from the training part of a split."""
-
-    def lists(self, cut: Cut, k: int) -> Lists:
-        """Return the k best unseen items of each user of the split, −1 where there is none."""
+    def fit(self, pairs: Interactions, seed: int = 0) -> object: ...
+    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists: ...
 
 
 @dataclass(frozen=True)
@@ -182,65 +171,34 @@ class Entry:
     facts: ModelFacts  # its description, to recognise its runs
 
 
-class OfBaseline(Candidate):
-    """A baseline of this package."""
-
-    def __init__(self, model: BuiltIn) -> None:
-        self.model = model
-
-    def fit(self, cut: Cut, seed: int) -> None:
-        self.model.fit(cut.train.matrix, seed)
-
-    def lists(self, cut: Cut, k: int) -> Lists:
-        return self.model.lists(cut.users, k, cut.seen)
-
-
-class OfImplicit(Candidate):
-    """A model of implicit."""
-
-    def __init__(self, model: ImplicitModel) -> None:
-        self.model = model
-
-    def fit(self, cut: Cut, seed: int) -> None:
-        if hasattr(self.model, "random_state"):
-            self.model.random_state = seed
-        self.pairs = sp.csr_matrix((cut.train.matrix > 0).astype(np.float32))
-        with as_implicit_asks() if type(self.model).__module__.startswith("implicit.") else nullcontext():
-            self.model.fit(self.pairs, show_progress=False)
-
-    def lists(self, cut: Cut, k: int) -> Lists:
-        if (similarity := getattr(self.model, "similarity", None)) is not None:
-            return lists_by_products(self.pairs, similarity, cut.users, k, cut.seen)
-        return lists_of_factors(self.model, cut.users, k, cut.seen)
-
-
-class OfEstimator(Candidate):
-    """A two-tower model, or another estimator."""
+class OfEstimator:
+    """Gives an estimator the interface of a baseline."""
 
     def __init__(self, model: Recommender, arguments: Mapping[str, object]) -> None:
         self.model, self.arguments = model, dict(arguments)
 
-    def check(self, cut: Cut) -> None:
+    def check(self, pairs: Interactions) -> None:
+        """Refuse settings and features of towers that do not fit the data; other estimators check when they fit."""
         if isinstance(self.model, ModelSettings):
             known = {name: one for name, one in self.arguments.items() if name in ("left_features", "right_features")}
             as_solver(self.model.optimizer, dict(self.model.solver_options()))
-            data = prepare_data(self.model, cut.train, **known)
+            data = prepare_data(self.model, pairs, **known)
             make_problem(self.model, data)
             if (asked := self.model.with_changes().max_iterations) is not None:
                 check.count("max_iterations", asked, minimum=0)
 
-    def fit(self, cut: Cut, seed: int) -> None:
+    def fit(self, pairs: Interactions, seed: int = 0) -> None:
         seeds = {name: seed for name in _SEEDS if name in self.model.get_params()}
-        self.model = fit_copy(self.model, cut.train, self.arguments, **seeds)
+        self.model, self.pairs = fit_copy(self.model, pairs, self.arguments, **seeds), pairs
 
-    def lists(self, cut: Cut, k: int) -> Lists:
-        index, found = index_of(cut.train.right_ids), np.full((len(cut.users), k), -1, dtype=np.int64)
-        for start in range(0, len(cut.users), _BLOCK):
-            rows = cut.users[start : start + _BLOCK]
-            ids, scores = self.model.recommend(cut.train.left_ids[rows].tolist(), k)
+    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
+        index, found = index_of(self.pairs.right_ids), np.full((len(rows), k), -1, dtype=np.int64)
+        for start in range(0, len(rows), _BLOCK):
+            users = self.pairs.left_ids[rows[start : start + _BLOCK]]
+            ids, scores = self.model.recommend(users.tolist(), k)
             names, filled = np.asarray(ids), np.asarray(scores) > -np.inf
-            if names.ndim != 2 or names.shape != filled.shape or len(names) != len(rows):
-                expected = f"ids and scores of shape ({len(rows)}, {k} or fewer)"
+            if names.ndim != 2 or names.shape != filled.shape or len(names) != len(users):
+                expected = f"ids and scores of shape ({len(users)}, {k} or fewer)"
                 check.fail("recommend", f"ids of shape {names.shape} and scores of shape {filled.shape}", expected)
             columns = join(names[filled], index)
             if (columns < 0).any():
@@ -248,7 +206,7 @@ class OfEstimator(Candidate):
             width = min(k, names.shape[1])
             block = np.full(names.shape, -1, dtype=np.int64)
             block[filled] = columns
-            found[start : start + len(rows), :width] = block[:, :width]
+            found[start : start + len(users), :width] = block[:, :width]
         return found
 
 
@@ -302,7 +260,7 @@ def _baseline(name: str, model: BuiltIn, pairs: Interactions) -> Entry:
         reason = model.too_large(pairs.shape[1])
     shown = {"model": type(model).__name__} | {name: describe(value) for name, value in settings_of(model).items()}
     facts = ModelFacts("baseline", shown, isinstance(model, ALS), reason)
-    return Entry(name, lambda: OfBaseline(copy.deepcopy(replace(model))), facts)
+    return Entry(name, lambda: copy.deepcopy(replace(model)), facts)
 
 
 def _own(name: str, given: object, pairs: Interactions, features: Mapping[str, object]) -> Entry:

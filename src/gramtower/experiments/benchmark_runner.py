@@ -26,6 +26,7 @@ from gramtower.distributed.group import current_group
 from gramtower.experiments.benchmark_models import (
     Cut,
     Entry,
+    OfEstimator,
     Test,
     checked_metrics,
     describe,
@@ -121,8 +122,8 @@ def benchmark(
     )
     for entry in entries:
         try:
-            if entry.facts.left_out is None:
-                entry.make().check(first)
+            if entry.facts.left_out is None and isinstance(candidate := entry.make(), OfEstimator):
+                candidate.check(first.train)
         except ValueError as error:
             raise ValueError(f"models[{entry.name!r}]: {error}") from error
     lines = progress or progress_lines("gramtower.benchmark", verbose) or (lambda text: None)
@@ -220,9 +221,9 @@ def measure(entry: Entry, seed: int, cut: Cut, k: int, metrics: list[str]) -> Ru
     """Run a model once: fit, lists, metrics."""
     candidate, peak, others = entry.make(), ResidentPeak(), OthersBusy()
     began = time.perf_counter()
-    candidate.fit(cut, seed)
+    candidate.fit(cut.train, seed)
     fitted = time.perf_counter()
-    lists = candidate.lists(cut, min(k, cut.train.shape[1]))
+    lists = candidate.lists(cut.users, min(k, cut.train.shape[1]), cut.seen)
     ended, largest, busy = time.perf_counter(), peak.bytes(), others.cores()
     scores = cut.measure(lists, metrics)
     return Run(
