@@ -15,9 +15,8 @@ import scipy.sparse as sp
 
 import gramtower as gt
 from gramtower.data.splits import random_pairs
-from gramtower.experiments import benchmark_models as entries
+from gramtower.experiments import benchmark_runner as entries
 from gramtower.experiments.baselines import EASE, Popularity
-from gramtower.experiments.benchmark_models import make_cut
 from gramtower.experiments.benchmark_report import (
     Manifest,
     Run,
@@ -28,6 +27,7 @@ from gramtower.experiments.benchmark_report import (
     store_of,
     summarise,
 )
+from gramtower.experiments.benchmark_runner import make_cut
 
 METRICS = ("recall@5", "ndcg@5", "coverage@5")
 implicit = pytest.mark.skipif(importlib.util.find_spec("implicit") is None, reason="implicit is not installed")

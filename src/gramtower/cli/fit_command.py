@@ -34,7 +34,7 @@ from gramtower.distributed.group import Group
 from gramtower.distributed.launch import joined
 from gramtower.distributed.partition import Shard, is_partition, read_part
 from gramtower.experiments.comparison import store_of
-from gramtower.experiments.machine import environment
+from gramtower.experiments.run_store import environment
 from gramtower.model.defaults import pick_device
 from gramtower.model.fit_data import known_pairs
 from gramtower.model.fit_parts import grown_pairs

@@ -8,6 +8,7 @@ All learn from the pattern of the positive pairs, X (users × items, ones), with
                 P = (XᵀX + λI)⁻¹, B_ij = −P_ij / P_jj. O(n³) time, 3 n² float64: refused beyond ``most_items``
     ALS         p_iᵀq_j by implicit's AlternatingLeastSquares, with its defaults for options that are not given
     OfImplicit  a model of implicit that the caller has made, whose factors or similarities are ranked
+    OfEstimator an estimator of the caller, such as gramtower.TwoTower; it learns from Interactions, with features
 
 ``fit(pairs, seed)`` learns from a matrix, users × items, or Interactions. ``lists(rows, k, seen)`` returns the k best
 items of some users, best first, −1 where there is none, without their rows of ``seen``; ties go to the smaller column,
@@ -19,7 +20,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, TypeAlias
@@ -32,12 +33,20 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util.host import memory_size
 from gramtower._util.optional import install_line, need
+from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import canonical
+from gramtower.experiments.cross_validation import Estimator, fit_copy
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import make_problem
+from gramtower.model.settings import ModelSettings
+from gramtower.optim.solvers import as_solver
 from gramtower.retrieval.topk import best, top_k
 
 Lists = NDArray[np.int64]
 Pairs: TypeAlias = sp.csr_matrix | Interactions
+SEEDS = ("seed", "random_state")  # names of a model's argument
+_BLOCK = 8192  # users that an estimator is asked about at once
 _BLOCK_BYTES = 64_000_000  # of scores made at once
 _USE = "this baseline"  # in errors about missing packages
 _COPIES = 3  # n × n float64 matrices that EASE holds at once
@@ -178,6 +187,52 @@ class OfImplicit:
         if (similarity := getattr(self.model, "similarity", None)) is not None:
             return lists_by_products(self.pairs_, similarity, rows, k, seen)
         return lists_of_factors(self.model, rows, k, seen)
+
+
+class Recommender(Estimator, Protocol):
+    """An estimator that makes lists."""
+
+    @property
+    def recommend(self) -> Callable[..., tuple[object, object]]: ...
+
+
+class OfEstimator:
+    """Gives an estimator the interface of a baseline."""
+
+    def __init__(self, model: Recommender, arguments: Mapping[str, object]) -> None:
+        self.model, self.arguments = model, dict(arguments)
+
+    def check(self, pairs: Interactions) -> None:
+        """Refuse settings and features of towers that do not fit the data; other estimators check when they fit."""
+        if isinstance(self.model, ModelSettings):
+            known = {name: one for name, one in self.arguments.items() if name in ("left_features", "right_features")}
+            as_solver(self.model.optimizer, dict(self.model.solver_options()))
+            data = prepare_data(self.model, pairs, **known)
+            make_problem(self.model, data)
+            if (asked := self.model.with_changes().max_iterations) is not None:
+                check.count("max_iterations", asked, minimum=0)
+
+    def fit(self, pairs: Interactions, seed: int = 0) -> None:
+        seeds = {name: seed for name in SEEDS if name in self.model.get_params()}
+        self.model, self.pairs = fit_copy(self.model, pairs, self.arguments, **seeds), pairs
+
+    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
+        index, found = index_of(self.pairs.right_ids), np.full((len(rows), k), -1, dtype=np.int64)
+        for start in range(0, len(rows), _BLOCK):
+            users = self.pairs.left_ids[rows[start : start + _BLOCK]]
+            ids, scores = self.model.recommend(users.tolist(), k)
+            names, filled = np.asarray(ids), np.asarray(scores) > -np.inf
+            if names.ndim != 2 or names.shape != filled.shape or len(names) != len(users):
+                expected = f"ids and scores of shape ({len(users)}, {k} or fewer)"
+                check.fail("recommend", f"ids of shape {names.shape} and scores of shape {filled.shape}", expected)
+            columns = join(names[filled], index)
+            if (columns < 0).any():
+                check.fail("recommend", f"{names[filled][columns < 0].tolist()[0]!r}", "ids of the training pairs")
+            width = min(k, names.shape[1])
+            block = np.full(names.shape, -1, dtype=np.int64)
+            block[filled] = columns
+            found[start : start + len(users), :width] = block[:, :width]
+        return found
 
 
 BuiltIn = Popularity | ItemKNN | EASE | ALS

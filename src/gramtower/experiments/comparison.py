@@ -28,8 +28,7 @@ from gramtower._util.schema import build, fits
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
-from gramtower.experiments.machine import OthersBusy, environment
-from gramtower.experiments.run_store import RunStore
+from gramtower.experiments.run_store import OthersBusy, RunStore, environment
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record, Result, read_history
