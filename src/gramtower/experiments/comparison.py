@@ -296,8 +296,8 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
     if lowest is not None:
         ran = [method for method in methods if method.history]
         limits = comparison.about.settings.get("limits", {})
-        alone = limits.get("max_iterations") is None  # every optimizer had the time limit, and no other
-        time_limit = float(limits.get("time_limit") or 0.0) if alone else 0.0
+        only_time = limits.get("max_iterations") is None  # every optimizer had the time limit, and no other
+        time_limit = float(limits.get("time_limit") or 0.0) if only_time else 0.0
         for level in LEVELS:
             table = {
                 a.name: {b.name: speed_up(a.history, b.history, lowest, level) for b in ran if b is not a} for a in ran
