@@ -306,15 +306,13 @@ class Log:
         self.max_iterations, self.time_limit = limits
         self.stream = stream or sys.stderr
         self.live = self.stream.isatty()
-        self._started = False
         self._last: Record | None = None
 
     def __call__(self, record: Record) -> None:
-        self._last = record
-        clear = "\r\x1b[K" if self.live and self._started else ""
-        if not self._started:
+        clear = "\r\x1b[K" if self.live and self._last is not None else ""
+        if self._last is None:
             print(HEADER, file=self.stream)
-            self._started = True
+        self._last = record
         print(clear + line(record), file=self.stream, flush=True)
         if self.live and record.iteration < self.max_iterations:
             self.stream.write(f"\r… {self._left(record)}")
@@ -322,7 +320,7 @@ class Log:
 
     def end(self, message: str) -> None:
         """Print why the run stopped."""
-        clear = "\r\x1b[K" if self.live and self._started else ""
+        clear = "\r\x1b[K" if self.live and self._last is not None else ""
         print(f"{clear}stopped: {message}", file=self.stream, flush=True)
         if self._last is not None and self._last.processes > 1:
             print(traffic(self._last), file=self.stream, flush=True)

@@ -47,6 +47,7 @@ from gramtower.training.checkpoint import (
 )
 from gramtower.training.result import Reason, Record, Result, write_history
 
+_Signal = Callable[[], bool]  # whether SIGTERM was received
 _SAME = 1e-3  # a larger relative difference of the objective is not explained by another machine's rounding
 
 
@@ -171,10 +172,10 @@ class _Callbacks:
 
 
 @contextmanager
-def _sigterm_deferred(group: Group) -> Iterator[Callable[[], bool]]:
+def _sigterm_deferred(group: Group) -> Iterator[_Signal]:
     """Defer SIGTERM until the loop ends, because several processes must stop after the same iteration.
 
-    Yields a function that returns whether SIGTERM was received. The caller's handler runs after the loop. Nothing
+    The caller's handler runs after the loop. Nothing
     changes for a single process, or if the caller has no handler.
     """
     handler = signal.getsignal(signal.SIGTERM)
@@ -342,12 +343,7 @@ class _Run:
         self._keep(saved.history)
 
     def loop(
-        self,
-        limits: _Limits,
-        callbacks: _Callbacks,
-        log: Log | None,
-        spacing: tuple[int, float],
-        sigterm: Callable[[], bool],
+        self, limits: _Limits, callbacks: _Callbacks, log: Log | None, spacing: tuple[int, float], sigterm: _Signal
     ) -> _Stop:
         """Iterate until there is a reason to stop."""
         if bad := self.reached.point.terms.non_finite():
