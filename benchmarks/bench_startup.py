@@ -42,7 +42,7 @@ from common import median_ratio, side_by_side, write_result
 import gramtower as gt
 from gramtower._util.tensors import TensorFile
 from gramtower.data.datasets import planted_pairs
-from gramtower.experiments.machine import OthersBusy
+from gramtower.experiments.run_store import OthersBusy
 
 IMPORTS = {
     "torch and scipy": "import torch, scipy.sparse",

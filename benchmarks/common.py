@@ -15,7 +15,7 @@ import scipy.sparse as sp
 import torch
 
 from gramtower._util.files import write_text
-from gramtower.experiments.machine import environment
+from gramtower.experiments.run_store import environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

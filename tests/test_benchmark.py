@@ -15,9 +15,8 @@ import scipy.sparse as sp
 
 import gramtower as gt
 from gramtower.data.splits import random_pairs
-from gramtower.experiments import benchmark_models as entries
+from gramtower.experiments import benchmark_runner as entries
 from gramtower.experiments.baselines import EASE, Popularity
-from gramtower.experiments.benchmark_models import make_cut
 from gramtower.experiments.benchmark_report import (
     Manifest,
     Run,
@@ -28,6 +27,7 @@ from gramtower.experiments.benchmark_report import (
     store_of,
     summarise,
 )
+from gramtower.experiments.benchmark_runner import make_cut
 
 METRICS = ("recall@5", "ndcg@5", "coverage@5")
 implicit = pytest.mark.skipif(importlib.util.find_spec("implicit") is None, reason="implicit is not installed")
@@ -175,10 +175,10 @@ def test_no_list_holds_what_is_seen_and_no_entity_is_its_own_item():
     pairs = gt.Interactions.from_arrays(links[:, 0], links[:, 1], same_entities=True)
     cut = make_cut(pairs, 0.2, 0)
     for entry in entries.make_entries(pairs, None, None, {}):
-        if entry.left_out is None:
+        if entry.facts.left_out is None:
             candidate = entry.make()
-            candidate.fit(cut, 0)
-            lists = candidate.lists(cut, 30)
+            candidate.fit(cut.train, 0)
+            lists = candidate.lists(cut.users, 30, cut.seen)
             shown = np.zeros((len(cut.users), pairs.shape[1]), dtype=bool)
             shown[np.nonzero(lists >= 0)[0], lists[lists >= 0]] = True
             seen = cut.train.matrix[cut.users].toarray() != 0

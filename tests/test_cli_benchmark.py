@@ -11,7 +11,6 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
 from gramtower.cli.program import run
-from gramtower.experiments import benchmark_models as entries
 from gramtower.experiments import benchmark_runner as runner
 
 COLUMNS = ["--left", "user", "--right", "item"]
@@ -93,14 +92,14 @@ def test_features_a_test_file_and_a_reference(folder, tmp_path, capsys):
 
 
 def test_a_model_that_fails_is_exit_code_1_and_one_left_out_is_not(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(entries, "needs_implicit", lambda model: "not here" if type(model).__name__ == "ALS" else None)
+    monkeypatch.setattr(runner, "needs_implicit", lambda model: "not here" if type(model).__name__ == "ALS" else None)
     assert command(folder, tmp_path / "a", "--models", "popularity,als", "--seeds", 1) == 0
     assert "als left out: not here" in capsys.readouterr().out
 
-    def failing(self, cut, seed):
+    def failing(self, pairs, seed):
         raise MemoryError("too much")
 
-    monkeypatch.setattr(entries.OfBaseline, "fit", failing)
+    monkeypatch.setattr(runner.Popularity, "fit", failing)
     assert command(folder, tmp_path / "b", "--models", "popularity", "--seeds", 1) == 1
     printed = capsys.readouterr().out
     assert "popularity failed: seed 0: MemoryError: too much" in printed

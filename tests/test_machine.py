@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 
-from gramtower.experiments import machine
+from gramtower.experiments import run_store as machine
 
 
 def test_work_of_others_is_counted_and_our_own_is_not(tmp_path, monkeypatch):

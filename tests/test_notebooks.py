@@ -163,9 +163,9 @@ def notebook(monkeypatch):
     """Stands for IPython in a kernel: keeps what is displayed."""
     kept = []
 
-    def display(content, display_id):
+    def display(content, raw, display_id):
         kept.append(content)
-        return SimpleNamespace(update=kept.append)
+        return SimpleNamespace(update=lambda content, raw: kept.append(content))
 
     package, shown = ModuleType("IPython"), ModuleType("IPython.display")
     package.get_ipython = lambda: SimpleNamespace(kernel=object())
@@ -178,12 +178,12 @@ def notebook(monkeypatch):
 def test_the_bar_of_a_notebook_is_one_output_that_moves(notebook, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.progress", None)  # which it does without
     model = small(max_iterations=3).fit(pairs(), callbacks=[gt.ProgressBar()])
-    texts = [read(one._repr_html_()) for one in notebook]
+    texts = [read(one["text/html"]) for one in notebook]
     assert [re.search(r"iteration (\d) of 3", text)[1] for text in texts] == ["0", "1", "2", "3", "3"]
-    assert [re.search('value="(.)" max="3"', one._repr_html_())[1] for one in notebook] == list("01233")
+    assert [re.search('value="(.)" max="3"', one["text/html"])[1] for one in notebook] == list("01233")
     assert "s left" in texts[1]
     assert "s left" not in texts[-1]
-    assert f"objective {model.history_[-1].value:.6g}" in repr(notebook[-1])
+    assert f"objective {model.history_[-1].value:.6g}" in notebook[-1]["text/plain"]
 
 
 def test_a_terminal_is_no_notebook(monkeypatch):

@@ -47,7 +47,7 @@ sys.modules |= dict.fromkeys(uses)
 import numpy as np, gramtower as gt
 from gramtower.training.callbacks import ProgressBar as bar
 from gramtower.serving import ann_index as index
-from gramtower.experiments.figures import draw_comparison
+from gramtower.experiments.comparison_page import draw_comparison
 from gramtower.experiments.comparison import Comparison
 pairs = gt.Interactions.from_arrays(np.arange(40) % 8, np.arange(40) % 7)
 for package, use in uses.items():

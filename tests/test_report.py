@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from gramtower.experiments import figures
 from gramtower.experiments.comparison import (
     MethodRun,
     Outcome,
@@ -20,7 +19,7 @@ from gramtower.experiments.comparison import (
     speed_up,
     summarise,
 )
-from gramtower.experiments.comparison_page import POINTS, build, page, thinned
+from gramtower.experiments.comparison_page import FLOOR, POINTS, build, page, thinned, value_range
 from gramtower.training.result import Record
 
 BROWSER = Path("/usr/bin/chromium")
@@ -279,9 +278,9 @@ def test_long_histories_stay_below_the_size(tmp_path):
 
 
 def test_the_axis_of_differences_ignores_the_lowest_point_and_divergence():
-    low, high = figures.value_range([[2.0, 0.5, 0.0], [2.0, 1e30]])
+    low, high = value_range([[2.0, 0.5, 0.0], [2.0, 1e30]])
     assert (low, high) == (pytest.approx(0.4), 4.0)
-    assert figures.value_range([[2.0, 1e-9]])[0] == figures.FLOOR
+    assert value_range([[2.0, 1e-9]])[0] == FLOOR
 
 
 def test_records_survive_the_folder(folder):

@@ -50,9 +50,8 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.sources import read_toml, reading
 from gramtower.experiments.comparison import RAN, Outcome, Request, Runner, checkpoint_path, read_outcomes, store_of
 from gramtower.experiments.comparison_page import build
-from gramtower.experiments.machine import environment
-from gramtower.experiments.page import PAGE
-from gramtower.experiments.run_store import RunStore
+from gramtower.experiments.figures import PAGE
+from gramtower.experiments.run_store import RunStore, environment
 from gramtower.model.fit_data import FitData, prepare_data
 from gramtower.model.fit_parts import (
     imputed_label,

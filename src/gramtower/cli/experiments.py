@@ -39,17 +39,17 @@ from gramtower.cli.run_folder import CONFIG, HISTORY, for_writing
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers import movielens_table
 from gramtower.data.sources import read_toml
-from gramtower.experiments.benchmark_models import BUILT_IN, TOWERS
 from gramtower.experiments.benchmark_report import Benchmark, notes_of, table_of
 from gramtower.experiments.benchmark_report import build as build_benchmark
 from gramtower.experiments.benchmark_report import store_of as benchmark_store
+from gramtower.experiments.benchmark_runner import BUILT_IN, TOWERS
 from gramtower.experiments.benchmark_runner import benchmark as run_benchmark
 from gramtower.experiments.comparison import store_of as comparison_store
 from gramtower.experiments.comparison_page import build as build_comparison
 from gramtower.experiments.cross_validation import cross_validate as validate
 from gramtower.experiments.cross_validation import span
+from gramtower.experiments.figures import PAGE
 from gramtower.experiments.fit_report import FitRun, Titles, fit_page, validation_pairs
-from gramtower.experiments.page import PAGE
 from gramtower.experiments.tuning.report import REPORT, read_search, tuning_page
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.fitting import validated_history

@@ -34,7 +34,7 @@ from gramtower.distributed.group import Group
 from gramtower.distributed.launch import joined
 from gramtower.distributed.partition import Shard, is_partition, read_part
 from gramtower.experiments.comparison import store_of
-from gramtower.experiments.machine import environment
+from gramtower.experiments.run_store import environment
 from gramtower.model.defaults import pick_device
 from gramtower.model.fit_data import known_pairs
 from gramtower.model.fit_parts import grown_pairs
@@ -43,7 +43,7 @@ from gramtower.model.settings import SETTINGS
 from gramtower.model.two_tower import TwoTower
 from gramtower.model.unseen import unseen_pairs
 from gramtower.training.checkpoint import locked, remove_checkpoint
-from gramtower.training.result import History, Reason, Record
+from gramtower.training.result import Reason, Record, write_history
 
 
 def fit(
@@ -306,7 +306,7 @@ def _update(
         raise KeyboardInterrupt
     model.save(out / run_folder.MODEL)
     write_config(out / run_folder.CONFIG, used(settings, model), "what this run used; gramtower fit --config reads it")
-    History(out / run_folder.HISTORY).begin(model.history_)
+    write_history(out / run_folder.HISTORY, model.history_)
     facts = summary(model, pairs, None)
     facts |= {"new_left": len(model.left_) - before[0], "new_right": len(model.right_) - before[1]}
     facts |= {"added_pairs": len(pairs) - before[2], "model": str(out / run_folder.MODEL)}

@@ -7,8 +7,12 @@ All learn from the pattern of the positive pairs, X (users × items, ones), with
     EASE        X B, B = argmin ‖X − XB‖² + λ‖B‖² with zeros on its diagonal (Steck 2019), in closed form:
                 P = (XᵀX + λI)⁻¹, B_ij = −P_ij / P_jj. O(n³) time, 3 n² float64: refused beyond ``most_items``
     ALS         p_iᵀq_j by implicit's AlternatingLeastSquares, with its defaults for options that are not given
+    OfImplicit  a model of implicit that the caller has made, whose factors or similarities are ranked
+    OfEstimator an estimator of the caller, such as gramtower.TwoTower; it learns from Interactions, with features
 
-The caller passes the seen pairs that lists leave out; ties go to the smaller column, as in retrieval/topk.py.
+``fit(pairs, seed)`` learns from a matrix, users × items, or Interactions. ``lists(rows, k, seen)`` returns the k best
+items of some users, best first, −1 where there is none, without their rows of ``seen``; ties go to the smaller column,
+as in retrieval/topk.py.
 """
 
 from __future__ import annotations
@@ -16,10 +20,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -29,11 +33,22 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util.host import memory_size
 from gramtower._util.optional import install_line, need
+from gramtower.data.ids import index_of, join
+from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import canonical
+from gramtower.experiments.cross_validation import Estimator, fit_copy
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import make_problem
+from gramtower.model.settings import ModelSettings
+from gramtower.optim.solvers import as_solver
 from gramtower.retrieval.topk import best, top_k
 
 Lists = NDArray[np.int64]
+Pairs: TypeAlias = sp.csr_matrix | Interactions
+SEEDS = ("seed", "random_state")  # names of a model's argument
+_BLOCK = 8192  # users that an estimator is asked about at once
 _BLOCK_BYTES = 64_000_000  # of scores made at once
+_USE = "this baseline"  # in errors about missing packages
 _COPIES = 3  # n × n float64 matrices that EASE holds at once
 
 
@@ -44,23 +59,13 @@ class ImplicitModel(Protocol):
     def fit(self) -> Callable[..., object]: ...
 
 
-class Baseline(Protocol):
-    """The interface of a model in a benchmark."""
-
-    def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> object:
-        """Learn from the positive pairs, users × items."""
-
-    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-        """Return the k best items of some users, best first, −1 where there is none, without their rows of ``seen``."""
-
-
 @dataclass
 class Popularity:
     """Recommends the items with most pairs to every user."""
 
     scores_: NDArray[np.float32] = field(init=False, repr=False, compare=False)
 
-    def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> Popularity:
+    def fit(self, pairs: Pairs, seed: int = 0) -> Popularity:
         matrix = _ones(pairs)
         self.scores_ = np.bincount(matrix.indices, minlength=matrix.shape[1]).astype(np.float32)
         return self
@@ -85,9 +90,10 @@ class ItemKNN:
     def __post_init__(self) -> None:
         check.count("neighbours", self.neighbours)
 
-    def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> ItemKNN:
+    def fit(self, pairs: Pairs, seed: int = 0) -> ItemKNN:
         self.pairs_ = _ones(pairs)
-        found = _implicit("nearest_neighbours").CosineRecommender(self.neighbours, num_threads=torch.get_num_threads())
+        recommenders = need("implicit.nearest_neighbours", _USE)
+        found = recommenders.CosineRecommender(self.neighbours, num_threads=torch.get_num_threads())
         with as_implicit_asks():
             found.fit(self.pairs_.astype(np.float64), show_progress=False)
         self.similarity_ = found.similarity
@@ -124,7 +130,7 @@ class EASE:
             return f"{items:,} items need {needed / 1e9:.1f} GB, more than half of the {there / 1e9:.1f} GB there are"
         return None
 
-    def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> EASE:
+    def fit(self, pairs: Pairs, seed: int = 0) -> EASE:
         if reason := self.too_large(pairs.shape[1]):
             check.fail("pairs", reason, "fewer items")
         self.pairs_ = _ones(pairs)
@@ -152,15 +158,81 @@ class ALS:
     options: dict[str, object] = field(default_factory=dict)
     model_: Any = field(init=False, repr=False, compare=False)
 
-    def fit(self, pairs: sp.csr_matrix, seed: int = 0) -> ALS:
+    def fit(self, pairs: Pairs, seed: int = 0) -> ALS:
         given = {"use_gpu": False, "random_state": seed, "num_threads": torch.get_num_threads(), **self.options}
         with as_implicit_asks():
-            self.model_ = _implicit("als").AlternatingLeastSquares(**given)
+            self.model_ = need("implicit.als", _USE).AlternatingLeastSquares(**given)
             self.model_.fit(_ones(pairs), show_progress=False)
         return self
 
     def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
         return lists_of_factors(self.model_, rows, k, seen)
+
+
+class OfImplicit:
+    """A model of implicit, which is fitted itself."""
+
+    def __init__(self, model: ImplicitModel) -> None:
+        self.model = model
+
+    def fit(self, pairs: Pairs, seed: int = 0) -> OfImplicit:
+        if hasattr(self.model, "random_state"):
+            self.model.random_state = seed
+        self.pairs_ = _ones(pairs)
+        with as_implicit_asks() if type(self.model).__module__.startswith("implicit.") else nullcontext():
+            self.model.fit(self.pairs_, show_progress=False)
+        return self
+
+    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
+        if (similarity := getattr(self.model, "similarity", None)) is not None:
+            return lists_by_products(self.pairs_, similarity, rows, k, seen)
+        return lists_of_factors(self.model, rows, k, seen)
+
+
+class Recommender(Estimator, Protocol):
+    """An estimator that makes lists."""
+
+    @property
+    def recommend(self) -> Callable[..., tuple[object, object]]: ...
+
+
+class OfEstimator:
+    """Gives an estimator the interface of a baseline."""
+
+    def __init__(self, model: Recommender, arguments: Mapping[str, object]) -> None:
+        self.model, self.arguments = model, dict(arguments)
+
+    def check(self, pairs: Interactions) -> None:
+        """Refuse settings and features of towers that do not fit the data; other estimators check when they fit."""
+        if isinstance(self.model, ModelSettings):
+            known = {name: one for name, one in self.arguments.items() if name in ("left_features", "right_features")}
+            as_solver(self.model.optimizer, dict(self.model.solver_options()))
+            data = prepare_data(self.model, pairs, **known)
+            make_problem(self.model, data)
+            if (asked := self.model.with_changes().max_iterations) is not None:
+                check.count("max_iterations", asked, minimum=0)
+
+    def fit(self, pairs: Interactions, seed: int = 0) -> None:
+        seeds = {name: seed for name in SEEDS if name in self.model.get_params()}
+        self.model, self.pairs = fit_copy(self.model, pairs, self.arguments, **seeds), pairs
+
+    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
+        index, found = index_of(self.pairs.right_ids), np.full((len(rows), k), -1, dtype=np.int64)
+        for start in range(0, len(rows), _BLOCK):
+            users = self.pairs.left_ids[rows[start : start + _BLOCK]]
+            ids, scores = self.model.recommend(users.tolist(), k)
+            names, filled = np.asarray(ids), np.asarray(scores) > -np.inf
+            if names.ndim != 2 or names.shape != filled.shape or len(names) != len(users):
+                expected = f"ids and scores of shape ({len(users)}, {k} or fewer)"
+                check.fail("recommend", f"ids of shape {names.shape} and scores of shape {filled.shape}", expected)
+            columns = join(names[filled], index)
+            if (columns < 0).any():
+                check.fail("recommend", f"{names[filled][columns < 0].tolist()[0]!r}", "ids of the training pairs")
+            width = min(k, names.shape[1])
+            block = np.full(names.shape, -1, dtype=np.int64)
+            block[filled] = columns
+            found[start : start + len(users), :width] = block[:, :width]
+        return found
 
 
 BuiltIn = Popularity | ItemKNN | EASE | ALS
@@ -180,7 +252,9 @@ def needs_implicit(model: BuiltIn) -> str | None:
 
 def lists_of_factors(model: ImplicitModel, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
     """Return the lists of a model of implicit that has factors of users and items."""
-    users, items = (_on_host(getattr(model, name)) for name in ("user_factors", "item_factors"))
+    factors = [getattr(model, name) for name in ("user_factors", "item_factors")]
+    on_host = (one.to_numpy() if hasattr(one, "to_numpy") else one for one in factors)  # also from a GPU
+    users, items = (np.asarray(one, dtype=np.float32) for one in on_host)
     return top_k(users[rows], items, k, exclude=seen[rows])[0]
 
 
@@ -213,18 +287,9 @@ def as_implicit_asks() -> Iterator[None]:
         yield
 
 
-def _ones(pairs: sp.csr_matrix) -> sp.csr_matrix:
+def _ones(pairs: Pairs) -> sp.csr_matrix:
     """Return the pattern of the positive pairs, as ones."""
-    matrix = canonical("pairs", pairs)
+    matrix = canonical("pairs", pairs.matrix if isinstance(pairs, Interactions) else pairs)
     kept = sp.csr_matrix((matrix.data > 0, matrix.indices, matrix.indptr), shape=matrix.shape, copy=True)
     kept.eliminate_zeros()
     return kept.astype(np.float32)
-
-
-def _on_host(factors: object) -> NDArray[np.float32]:
-    """Return factors as a numpy array, also those of implicit on a GPU."""
-    return np.asarray(factors.to_numpy() if hasattr(factors, "to_numpy") else factors, dtype=np.float32)
-
-
-def _implicit(module: str) -> Any:
-    return need(f"implicit.{module}", "this baseline")

@@ -9,85 +9,35 @@ Gini) have means only. Cost: O(replicates · users · seeds · models) for each 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.files import plain, write_json, write_text
 from gramtower._util.html import document
 from gramtower._util.schema import build as build_from_json
 from gramtower.experiments.cross_validation import Interval, bootstrap_intervals, span, text_table
-from gramtower.experiments.figures import interval_figure
-from gramtower.experiments.page import BUSY, PAGE, SUMMARY, circumstances, drawn, table
+from gramtower.experiments.figures import BUSY, PAGE, SUMMARY, circumstances, drawn, interval_figure, table
 from gramtower.experiments.run_store import RunStore
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
+
+Summary = dict[str, Any]  # the content of summary.json, see ``summarise``
+REPLICATES = 1000
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model as the manifest describes it; see :class:`gramtower.experiments.benchmark_models.Entry`."""
+    """A model as the manifest describes it."""
 
-    kind: str
-    settings: dict[str, Any]
-    random: bool
-    left_out: str | None = None
-
-
-class Difference(TypedDict):
-    """A paired difference from the reference."""
-
-    mean: float
-    interval: Interval
-    excludes_zero: bool
-
-
-class MetricSummary(TypedDict):
-    """A metric of a model."""
-
-    mean: float
-    interval: Interval | None
-    by_seed: dict[str, float]
-    difference: Difference | None
-
-
-class ModelSummary(TypedDict):
-    """A model in the summary; times are medians and bytes maxima over seeds."""
-
-    kind: str
-    status: str
-    message: str
-    runs: int
-    fit_seconds: float | None
-    list_seconds: float | None
-    fit_seconds_by_seed: dict[str, float]
-    peak_bytes: int | None
-    added_bytes: int | None
-    others_busy: float | None
-    settings: dict[str, object]
-    metrics: dict[str, MetricSummary]
-
-
-class Summary(TypedDict):
-    """All numbers of a benchmark."""
-
-    title: str
-    data: dict[str, object]
-    metrics: list[str]
-    seeds: list[int]
-    users: dict[str, int]
-    best: str | None
-    reference: str | None
-    ranking: list[str]
-    models: dict[str, ModelSummary]
-    intervals: dict[str, object]
-    environments: list[dict[str, object]]
-    commands: list[str]
-    verdict: str
+    kind: str  # "baseline", "towers" or "own"
+    settings: dict[str, Any]  # settings of the model, for JSON and to recognise its runs
+    random: bool  # whether its result depends on the seed
+    left_out: str | None = None  # why it does not run; None if it runs
 
 
 @dataclass(frozen=True)
@@ -158,74 +108,151 @@ def read_run(store: RunStore, name: str, seed: int) -> Run | None:
     return run
 
 
-REPLICATES = 1000
-#: The possible states of a model, with their meaning.
-STATUSES = {
-    "finished": "all its runs ended",
-    "failed": "a run raised an error",
-    "unfinished": "not all its runs have ended; the same benchmark continues them",
-    "left out": "it was not run",
-}
-
-
 def summarise(manifest: Manifest, runs: list[Run], replicates: int = REPLICATES, seed: int = 0) -> Summary:
-    """Return the numbers of a benchmark, for JSON."""
-    found = {(run.name, run.seed): run for run in runs}
-    models = {name: _facts(manifest, name, found) for name in manifest.models}
-    complete = [name for name, facts in models.items() if facts["status"] == "finished"]
-    first = manifest.metrics[0]
-    ranked = sorted(complete, key=lambda name: _key(first, _mean(manifest, name, found, first)))
-    best = ranked[0] if ranked else None
-    reference = manifest.reference if manifest.reference in complete else best
-    shown = [name for name in manifest.models if models[name]["runs"]]
-    for metric in manifest.metrics:
-        spans, differences = _intervals(manifest, found, shown, reference, metric, replicates, seed)
-        for name in shown:
-            models[name]["metrics"][metric] = {
-                "mean": _mean(manifest, name, found, metric),
-                "interval": spans.get(name),
-                "by_seed": {str(s): run.metrics[metric] for s, run in _runs(manifest, name, found).items()},
-                "difference": differences.get(name),
-            }
-    summary: Summary = {
-        "title": manifest.title,
-        "data": manifest.data,
-        "metrics": manifest.metrics,
-        "seeds": manifest.seeds,
-        "users": {str(run.seed): len(run.users) for run in runs},
-        "best": best,
-        "reference": reference,
-        "ranking": ranked,
-        "models": models,
-        "intervals": {"level": 0.95, "over": "users", "replicates": replicates, "seed": seed},
-        "environments": _environments(runs),
-        "commands": manifest.commands,
-        "verdict": "",
-    }
-    summary["verdict"] = verdict(summary, found, manifest, replicates, seed)
-    return summary
+    """Return the numbers of a benchmark, for JSON. Times of a model are medians and bytes maxima over its seeds."""
+    return _Numbers(manifest, {(run.name, run.seed): run for run in runs}, replicates, seed).summary(runs)
 
 
-def verdict(summary: Summary, found: dict[tuple[str, int], Run], manifest: Manifest, replicates: int, seed: int) -> str:
-    """Return sentences: which model is best, by how much, and whether the interval of the difference excludes zero."""
-    metric, ranked, models = summary["metrics"][0], summary["ranking"], summary["models"]
-    if not ranked:
-        return "No model has ended yet, so none won."
-    winner = models[ranked[0]]["metrics"][metric]
-    whole = all(facts["status"] in ("finished", "left out") for facts in models.values())
-    text = "" if whole else "Of the models whose runs have all ended, "
-    text += f"{ranked[0]} has the best {metric}, {winner['mean']:.4f}{_shown(winner['interval'])}"
-    if len(ranked) == 1:
-        return text + "; no other model ran to compare it with."
-    second = ranked[1]
-    by = _intervals(manifest, found, ranked[:2], second, metric, replicates, seed)[1].get(ranked[0])
-    if by is None:
-        gap = winner["mean"] - models[second]["metrics"][metric]["mean"]
-        return f"{text}, {gap:+.4f} against {second}, the next; {metric} has no values of single users to judge it by."
-    text += f": {by['mean']:+.4f}{_shown(by['interval'])} against {second}, the next. "
-    if by["excludes_zero"]:
-        return text + "The interval excludes zero."
-    return text + "The interval includes zero: these users cannot tell the two apart."
+@dataclass(frozen=True)
+class _Numbers:
+    """Finished runs by name and seed, and how their intervals are drawn."""
+
+    manifest: Manifest
+    found: dict[tuple[str, int], Run]
+    replicates: int
+    seed: int
+
+    def summary(self, runs: list[Run]) -> Summary:
+        manifest, first = self.manifest, self.manifest.metrics[0]
+        models = {name: self.facts(name) for name in manifest.models}
+        complete = [name for name, facts in models.items() if facts["status"] == "finished"]
+        ranked = sorted(complete, key=lambda name: _key(first, self.mean(name, first)))
+        best = ranked[0] if ranked else None
+        reference = manifest.reference if manifest.reference in complete else best
+        shown = [name for name in manifest.models if models[name]["runs"]]
+        for metric in manifest.metrics:
+            spans, differences = self.intervals(shown, reference, metric)
+            for name in shown:
+                models[name]["metrics"][metric] = {
+                    "mean": self.mean(name, metric),
+                    "interval": spans.get(name),
+                    "by_seed": {str(seed): run.metrics[metric] for seed, run in self.by_seed(name).items()},
+                    "difference": differences.get(name),
+                }
+        environments: dict[str, dict[str, object]] = {}  # machines and versions, each once
+        for run in runs:
+            key = str({name: value for name, value in run.environment.items() if name != "date"})
+            environments.setdefault(key, run.environment)
+        return {
+            "title": manifest.title,
+            "data": manifest.data,
+            "metrics": manifest.metrics,
+            "seeds": manifest.seeds,
+            "users": {str(run.seed): len(run.users) for run in runs},
+            "best": best,
+            "reference": reference,
+            "ranking": ranked,
+            "models": models,
+            "intervals": {"level": 0.95, "over": "users", "replicates": self.replicates, "seed": self.seed},
+            "environments": list(environments.values()),
+            "commands": manifest.commands,
+            "verdict": self.verdict(first, ranked, models),
+        }
+
+    def verdict(self, metric: str, ranked: list[str], models: dict[str, Summary]) -> str:
+        """Say which model is best, by how much, and whether the interval of the difference excludes zero."""
+        if not ranked:
+            return "No model has ended yet, so none won."
+        winner = models[ranked[0]]["metrics"][metric]
+        whole = all(facts["status"] in ("finished", "left out") for facts in models.values())
+        text = "" if whole else "Of the models whose runs have all ended, "
+        text += f"{ranked[0]} has the best {metric}, {winner['mean']:.4f}{_shown(winner['interval'])}"
+        if len(ranked) == 1:
+            return text + "; no other model ran to compare it with."
+        second = ranked[1]
+        by = self.intervals(ranked[:2], second, metric)[1].get(ranked[0])
+        if by is None:
+            gap = winner["mean"] - models[second]["metrics"][metric]["mean"]
+            return (
+                f"{text}, {gap:+.4f} against {second}, the next; {metric} has no values of single users to judge it by."
+            )
+        text += f": {by['mean']:+.4f}{_shown(by['interval'])} against {second}, the next. "
+        if by["excludes_zero"]:
+            return text + "The interval excludes zero."
+        return text + "The interval includes zero: these users cannot tell the two apart."
+
+    def by_seed(self, name: str) -> dict[int, Run]:
+        """Return the runs of a model by seed; a run that depends on no seed stands for all seeds."""
+        own = self.manifest.seeds_of(name)
+        keys = {seed: (name, seed if seed in own else own[0]) for seed in self.manifest.seeds}
+        return {seed: self.found[key] for seed, key in keys.items() if key in self.found}
+
+    def mean(self, name: str, metric: str) -> float:
+        return float(np.mean([run.metrics[metric] for run in self.by_seed(name).values()]))
+
+    def facts(self, name: str) -> Summary:
+        """Return status, times and memory of a model."""
+        manifest = self.manifest
+        facts, failed, seeds = manifest.facts(name), manifest.failures.get(name, {}), manifest.seeds_of(name)
+        runs = [self.found[name, seed] for seed in seeds if (name, seed) in self.found]
+        missing = len(seeds) - len(runs)
+        status, message = "finished", ""
+        if facts.left_out is not None and missing:
+            status, message = "left out", facts.left_out
+        elif missing and failed:
+            status, message = "failed", "; ".join(f"seed {seed}: {text}" for seed, text in failed.items())
+        elif missing:
+            status, message = "unfinished", f"{missing} of {len(seeds)} runs have not ended"
+        return {
+            "kind": facts.kind,
+            "status": status,
+            "message": message,
+            "runs": len(runs),
+            "fit_seconds": float(np.median([run.seconds for run in runs])) if runs else None,
+            "list_seconds": float(np.median([run.list_seconds for run in runs])) if runs else None,
+            "fit_seconds_by_seed": {str(run.seed): run.seconds for run in runs},
+            "peak_bytes": _most(run.peak_bytes for run in runs),
+            "added_bytes": _most(
+                max(0, run.peak_bytes - run.start_bytes) for run in runs if run.peak_bytes and run.start_bytes
+            ),
+            "others_busy": _most(run.others_busy for run in runs),
+            "settings": facts.settings,
+            "metrics": {},
+        }
+
+    def intervals(
+        self, names: list[str], reference: str | None, metric: str
+    ) -> tuple[dict[str, Interval], dict[str, Summary]]:
+        """Return intervals of the means of models, and means and intervals of their differences from one of them."""
+        own = {name: self.by_seed(name) for name in names}
+        measured = [name for name in names if all(metric in run.per_user for run in own[name].values())]
+        if not measured:
+            return {}, {}
+        others = [name for name in measured if name != reference] if reference in measured else []
+        folds = []
+        for seed in self.manifest.seeds:
+            there = {name: own[name][seed] for name in measured if seed in own[name]}
+            if there:  # one column of users' values for each model and each difference, NaN where a run is missing
+                users = next(iter(there.values())).users  # the same for all: they share the split
+                nothing = np.full(len(users), np.nan)
+                values = {name: there[name].per_user[metric] if name in there else nothing for name in measured}
+                apart = [values[name] - values[str(reference)] for name in others]
+                folds.append((users, np.stack([*values.values(), *apart], axis=1)))
+        spans = bootstrap_intervals(folds, replicates=self.replicates, seed=self.seed)
+        differences = {}
+        for place, name in enumerate(others, start=len(measured)):
+            columns = [values[:, place] for _, values in folds]
+            means = [float(np.nanmean(column)) for column in columns if np.isfinite(column).any()]
+            low, high = spans[place]
+            excludes = bool(np.isfinite(spans[place]).all() and (low > 0 or high < 0))
+            mean = float(np.mean(means)) if means else math.nan
+            differences[name] = {"mean": mean, "interval": spans[place], "excludes_zero": excludes}
+        return dict(zip(measured, spans, strict=False)), differences
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    """Return the largest of the known values."""
+    return max((value for value in values if value is not None), default=None)
 
 
 def _key(metric: str, value: float) -> float:
@@ -235,105 +262,15 @@ def _key(metric: str, value: float) -> float:
     return value if parse(metric)[0].kind in LOWER_IS_BETTER else -value
 
 
-def _runs(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> dict[int, Run]:
-    """Return the runs of a model by seed; a run that depends on no seed stands for all seeds."""
-    own = manifest.seeds_of(name)
-    return {seed: found[key] for seed in manifest.seeds if (key := (name, seed if seed in own else own[0])) in found}
-
-
-def _mean(manifest: Manifest, name: str, found: dict[tuple[str, int], Run], metric: str) -> float:
-    return float(np.mean([run.metrics[metric] for run in _runs(manifest, name, found).values()]))
-
-
-def _facts(manifest: Manifest, name: str, found: dict[tuple[str, int], Run]) -> ModelSummary:
-    """Return status, times and memory of a model."""
-    facts, failed = manifest.facts(name), manifest.failures.get(name, {})
-    runs = [found[name, seed] for seed in manifest.seeds_of(name) if (name, seed) in found]
-    missing = len(manifest.seeds_of(name)) - len(runs)
-    status, message = "finished", ""
-    if facts.left_out is not None and missing:
-        status, message = "left out", facts.left_out
-    elif missing and failed:
-        status, message = "failed", "; ".join(f"seed {seed}: {text}" for seed, text in failed.items())
-    elif missing:
-        status, message = "unfinished", f"{missing} of {len(manifest.seeds_of(name))} runs have not ended"
-    peaks = [run.peak_bytes for run in runs if run.peak_bytes is not None]
-    added = [max(0, run.peak_bytes - run.start_bytes) for run in runs if run.peak_bytes and run.start_bytes]
-    return {
-        "kind": facts.kind,
-        "status": status,
-        "message": message,
-        "runs": len(runs),
-        "fit_seconds": float(np.median([run.seconds for run in runs])) if runs else None,
-        "list_seconds": float(np.median([run.list_seconds for run in runs])) if runs else None,
-        "fit_seconds_by_seed": {str(run.seed): run.seconds for run in runs},
-        "peak_bytes": max(peaks, default=None),
-        "added_bytes": max(added, default=None),
-        "others_busy": max((run.others_busy for run in runs if run.others_busy is not None), default=None),
-        "settings": facts.settings,
-        "metrics": {},
-    }
-
-
-def _environments(runs: list[Run]) -> list[dict[str, object]]:
-    """Return the machines and versions of the runs, each once."""
-    found: dict[str, dict[str, object]] = {}
-    for run in runs:
-        found.setdefault(str({key: value for key, value in run.environment.items() if key != "date"}), run.environment)
-    return list(found.values())
-
-
-def _intervals(
-    manifest: Manifest,
-    found: dict[tuple[str, int], Run],
-    names: list[str],
-    reference: str | None,
-    metric: str,
-    replicates: int,
-    seed: int,
-) -> tuple[dict[str, Interval], dict[str, Difference]]:
-    """Return intervals of the means of models, and means and intervals of their differences from one of them."""
-    own = {name: _runs(manifest, name, found) for name in names}
-    measured = [name for name in names if all(metric in run.per_user for run in own[name].values())]
-    if not measured:
-        return {}, {}
-    others = [name for name in measured if name != reference] if reference in measured else []
-    folds = []
-    for one in manifest.seeds:
-        there = {name: own[name][one] for name in measured if one in own[name]}
-        if there:
-            users = next(iter(there.values())).users  # the same for all: they share the split
-            folds.append((users, _columns(there, measured, others, reference, metric, len(users))))
-    spans = bootstrap_intervals(folds, replicates=replicates, seed=seed)
-    differences: dict[str, Difference] = {}
-    for place, name in enumerate(others):
-        values = [values[:, len(measured) + place] for _, values in folds]
-        means = [float(np.nanmean(part)) for part in values if np.isfinite(part).any()]
-        span = spans[len(measured) + place]
-        excludes = bool(np.isfinite(span).all() and (span[0] > 0 or span[1] < 0))
-        mean = float(np.mean(means)) if means else math.nan
-        differences[name] = {"mean": mean, "interval": span, "excludes_zero": excludes}
-    return dict(zip(measured, spans, strict=False)), differences
-
-
-def _columns(
-    there: dict[str, Run], measured: list[str], others: list[str], reference: str | None, metric: str, users: int
-) -> NDArray[np.float64]:
-    """Return one column of users' values for each model and for each difference, NaN where a run is missing."""
-    nothing = np.full(users, np.nan)
-    values = {name: there[name].per_user[metric] if name in there else nothing for name in measured}
-    apart = [values[name] - values[reference] for name in others if reference is not None]
-    return np.stack([*(values[name] for name in measured), *apart], axis=1)
-
-
 def _shown(interval: Interval | None) -> str:
     return "" if interval is None else f" (95% {interval[0]:.4f} to {interval[1]:.4f})"
 
 
-def ordered(summary: Summary) -> list[tuple[str, ModelSummary]]:
-    """Return models and their numbers, the best first, those that have not ended last."""
+def _ran(summary: Summary) -> list[tuple[str, Summary]]:
+    """Return models with a run and their numbers, the best first, those that have not ended last."""
     models, ranked = summary["models"], summary["ranking"]
-    return [(name, models[name]) for name in (*ranked, *(name for name in models if name not in ranked))]
+    names = [*ranked, *(name for name in models if name not in ranked)]
+    return [(name, models[name]) for name in names if models[name]["runs"]]
 
 
 def table_of(summary: Summary) -> tuple[list[str], list[list[str]]]:
@@ -342,46 +279,44 @@ def table_of(summary: Summary) -> tuple[list[str], list[list[str]]]:
     apart = [f"difference from {summary['reference']}"] if len(summary["ranking"]) > 1 else []
     heads = ["model", first, "95%", *apart, *others, "fit s", "peak MB", "added MB"]
     rows = []
-    for name, facts in ordered(summary):
-        if facts["runs"]:
-            found = facts["metrics"][first]
-            cells = [name, f"{found['mean']:.4f}", span(found["interval"])]
-            cells += [difference(found["difference"]) for _ in apart]
-            cells += [f"{facts['metrics'][metric]['mean']:.4f}" for metric in others]
-            cells += [f"{facts['fit_seconds']:.2f}", megabytes(facts["peak_bytes"]), megabytes(facts["added_bytes"])]
-            rows.append(cells)
+    for name, facts in _ran(summary):
+        found = facts["metrics"][first]
+        cells = [name, f"{found['mean']:.4f}", span(found["interval"])]
+        cells += [_difference(found["difference"]) for _ in apart]
+        cells += [f"{facts['metrics'][metric]['mean']:.4f}" for metric in others]
+        rows.append([*cells, f"{facts['fit_seconds']:.2f}", *_megabytes(facts)])
     return heads, rows
 
 
 def notes_of(summary: Summary) -> list[str]:
     """Return a line for each model that did not end."""
-    return [
-        f"{name} {facts['status']}: {facts['message']}"
-        for name, facts in summary["models"].items()
-        if facts["status"] != "finished"
-    ]
+    models = summary["models"].items()
+    return [f"{name} {one['status']}: {one['message']}" for name, one in models if one["status"] != "finished"]
 
 
-def difference(found: Difference | None) -> str:
-    """Format a difference and its interval."""
+def _difference(found: Summary | None) -> str:
     if found is None:
         return "-"
     low, high = found["interval"]
     return f"{found['mean']:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
-def megabytes(value: int | None) -> str:
-    """Format bytes as megabytes; - if they are unknown."""
-    return "-" if value is None else f"{value / 1e6:,.0f}"
+def _megabytes(facts: Summary) -> list[str]:
+    sizes = (facts["peak_bytes"], facts["added_bytes"])
+    return ["-" if size is None else f"{size / 1e6:,.0f}" for size in sizes]
 
 
-_DIGITS = 4
 _EXPLAINED = (
     "All models learn from the same pairs, rank all items for the same users, and leave out a user's training "
     "pairs. Means are over seeds of means over users. Intervals: percentiles of {replicates:,} bootstrap "
     "replicates, in which users are drawn with replacement, the same draws for all models. A difference is that of the "
     "same users under the same seeds. Each is a statement about one pair of models: with many of them, some exclude "
     "zero by chance."
+)
+_COSTS = (
+    "Seconds are medians over seeds, of the fit and of the lists of all users. Memory is the resident set of "
+    "the process: its largest size during fit and lists, and by how much that is above the size before, the "
+    "largest over seeds. Memory of a GPU is not in it. Models run one after the other; nothing else should."
 )
 
 
@@ -390,15 +325,19 @@ def page(summary: Summary) -> str:
     problems: list[str] = []
     settings = {name: one["settings"] for name, one in summary["models"].items()}
     machines = {f"machine {place}": one for place, one in enumerate(summary["environments"], start=1)}
+    notes = "".join(f"<li>{escape(line)}</li>" for line in notes_of(summary))
     body = [
         f"<p>{escape(about(summary))}</p>",
         f"<p><strong>{escape(summary['verdict'])}</strong></p>",
-        *_troubles(summary),
-        *(part for metric in summary["metrics"] for part in _metric(summary, metric, problems)),
-        *_costs(summary),
-        *_seeds(summary),
-        *circumstances(summary["commands"], settings | {"data": summary["data"]}, machines),
+        *([f'<div class="warn"><p>Not all models are compared:</p><ul>{notes}</ul></div>'] if notes else []),
     ]
+    if _ran(summary):
+        body += [part for metric in summary["metrics"] for part in _metric(summary, metric, problems)]
+        body += _costs(summary)
+        body += _seeds(summary)
+    explained = _EXPLAINED.format(replicates=summary["intervals"]["replicates"])
+    body += ["<h2>How it was measured</h2>", f"<p>{escape(explained)}</p>"]
+    body += circumstances(summary["commands"], settings | {"data": summary["data"]}, machines)
     return document(f"Benchmark of models: {summary['title']}", body)
 
 
@@ -416,25 +355,16 @@ def about(summary: Summary) -> str:
     )
 
 
-def _troubles(summary: Summary) -> list[str]:
-    found = [(name, one) for name, one in summary["models"].items() if one["status"] != "finished"]
-    if not found:
-        return []
-    lines = [f"<li>{escape(name)} {one['status']}: {escape(one['message'])}</li>" for name, one in found]
-    return [f'<div class="warn"><p>Not all models are compared:</p><ul>{"".join(lines)}</ul></div>']
-
-
 def _metric(summary: Summary, metric: str, problems: list[str]) -> list[str]:
     """Return means, intervals and differences of a metric, as a figure and as a table."""
-    found = {name: one["metrics"][metric] for name, one in ordered(summary) if one["runs"]}
-    if not found:
-        return []
-    reference = summary["reference"]
-    rows = [[name, f"{one['mean']:.{_DIGITS}f}", span(one["interval"]), difference(one["difference"]),
-             "" if one["difference"] is None else "yes" if one["difference"]["excludes_zero"] else "no"]
-            for name, one in found.items()]  # fmt: skip
-    heads = ["model", metric, "95% interval", f"difference from {reference}", "interval excludes zero"]
-    shown = [(name, one["mean"], one["interval"]) for name, one in found.items()]
+    found = [(name, one["metrics"][metric]) for name, one in _ran(summary)]
+    rows = []
+    for name, one in found:
+        apart = one["difference"]
+        excludes = "" if apart is None else "yes" if apart["excludes_zero"] else "no"
+        rows.append([name, f"{one['mean']:.4f}", span(one["interval"]), _difference(apart), excludes])
+    heads = ["model", metric, "95% interval", f"difference from {summary['reference']}", "interval excludes zero"]
+    shown = [(name, one["mean"], one["interval"]) for name, one in found]
     caption = f"{metric} of each model with its 95% interval"
     chart = drawn(lambda: interval_figure(metric, shown), caption, problems)
     return [f"<h2>{escape(metric)}</h2>", chart, table(heads, rows)]
@@ -442,37 +372,25 @@ def _metric(summary: Summary, metric: str, problems: list[str]) -> list[str]:
 
 def _costs(summary: Summary) -> list[str]:
     rows = [
-        [name, f"{one['fit_seconds']:.2f}", f"{one['list_seconds']:.2f}", megabytes(one["peak_bytes"]),
-         megabytes(one["added_bytes"])]
-        for name, one in ordered(summary) if one["runs"]
-    ]  # fmt: skip
+        [name, f"{one['fit_seconds']:.2f}", f"{one['list_seconds']:.2f}", *_megabytes(one)]
+        for name, one in _ran(summary)
+    ]
     heads = ["model", "fit, seconds", "lists, seconds", "peak, MB", "added, MB"]
-    note = (
-        "Seconds are medians over seeds, of the fit and of the lists of all users. Memory is the resident set of "
-        "the process: its largest size during fit and lists, and by how much that is above the size before, the "
-        "largest over seeds. Memory of a GPU is not in it. Models run one after the other; nothing else should."
-    )
-    busy = max((one["others_busy"] or 0.0 for one in summary["models"].values()), default=0.0)
-    warned = (
-        [f'<p class="warn">Other processes kept up to {busy:.2f} cores busy meanwhile; times are no measurement.</p>']
-        if busy > BUSY
-        else []
-    )
-    return ["<h2>Time and memory</h2>", table(heads, rows), f'<p class="soft">{note}</p>', *warned] if rows else []
+    found = ["<h2>Time and memory</h2>", table(heads, rows), f'<p class="soft">{_COSTS}</p>']
+    busy = max(one["others_busy"] or 0.0 for one in summary["models"].values())
+    if busy > BUSY:
+        text = f"Other processes kept up to {busy:.2f} cores busy meanwhile; times are no measurement."
+        found.append(f'<p class="warn">{text}</p>')
+    return found
 
 
 def _seeds(summary: Summary) -> list[str]:
-    metric = summary["metrics"][0]
-    rows = []
-    for name, one in ordered(summary):
-        if one["runs"]:
-            values = one["metrics"][metric]["by_seed"]
-            cells = (values.get(str(seed)) for seed in summary["seeds"])
-            rows.append([name, *("–" if value is None else f"{value:.{_DIGITS}f}" for value in cells)])
+    metric, rows = summary["metrics"][0], []
+    for name, one in _ran(summary):
+        values = [one["metrics"][metric]["by_seed"].get(str(seed)) for seed in summary["seeds"]]
+        rows.append([name, *("–" if value is None else f"{value:.4f}" for value in values)])
     heads = ["model", *(f"seed {seed}" for seed in summary["seeds"])]
-    explained = _EXPLAINED.format(replicates=summary["intervals"]["replicates"])
-    tables = [f"<h2>{escape(metric)} of each seed</h2>", table(heads, rows)] if rows else []
-    return [*tables, "<h2>How it was measured</h2>", f"<p>{escape(explained)}</p>"]
+    return [f"<h2>{escape(metric)} of each seed</h2>", table(heads, rows)]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -491,12 +409,13 @@ class Benchmark:
     @property
     def best(self) -> str | None:
         """The model with the best mean of the first metric; None if none has ended."""
-        return self.summary["best"]
+        best: str | None = self.summary["best"]
+        return best
 
     @property
     def verdict(self) -> str:
         """Sentences: which model is best, by how much, and whether the interval excludes zero."""
-        return self.summary["verdict"]
+        return str(self.summary["verdict"])
 
     def to_dict(self) -> dict[str, object]:
         """Return all numbers, for JSON."""

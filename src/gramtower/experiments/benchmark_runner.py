@@ -1,47 +1,81 @@
 """Run ``gt.benchmark``: models × seeds, one after the other, each finished run kept.
 
 There is one split for each seed, shared by all models; for each model a fit, lists of the users with test pairs, and
-their metrics. An error ends a run, not the benchmark. Cost: that of the fits and lists, and of the bootstrap.
+their metrics. The pairs that are learned from count as seen, and so does every entity with itself where both sides are
+one set; all right entities are candidates. An error ends a run, not the benchmark. Cost: that of the fits and lists,
+and of the bootstrap.
+
+A model of the caller is a baseline of this package; an estimator with ``get_params``, ``fit(pairs, …)`` and
+``recommend(ids, k)``, such as :class:`gramtower.TwoTower`; or a model of ``implicit``. Each run fits a copy, with the
+seed of the run if the model takes one.
 """
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import scipy.sparse as sp
+import torch
+from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.files import plain
 from gramtower._util.host import ResidentPeak
 from gramtower._util.tensors import digest_of
+from gramtower.data.ids import Ids
 from gramtower.data.interactions import Interactions
-from gramtower.data.matrices import SparseMatrix
-from gramtower.data.tables import FeaturesLike
+from gramtower.data.matrices import SparseMatrix, union, without
+from gramtower.data.splits import random_pairs
+from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import current_group
-from gramtower.experiments.benchmark_models import (
-    Cut,
-    Entry,
-    Test,
-    checked_metrics,
-    describe,
-    make_cut,
-    make_entries,
+from gramtower.experiments.baselines import (
+    ALS,
+    EASE,
+    SEEDS,
+    BuiltIn,
+    ItemKNN,
+    Lists,
+    OfEstimator,
+    OfImplicit,
+    Popularity,
+    Recommender,
+    needs_implicit,
+    settings_of,
 )
-from gramtower.experiments.benchmark_report import Benchmark, Manifest, Run, build, read_run, store_of, summarise
+from gramtower.experiments.benchmark_report import (
+    Benchmark,
+    Manifest,
+    ModelFacts,
+    Run,
+    build,
+    read_run,
+    store_of,
+    summarise,
+)
 from gramtower.experiments.cross_validation import known_pairs
-from gramtower.experiments.machine import OthersBusy, environment
-from gramtower.experiments.run_store import RunStore
+from gramtower.experiments.run_store import OthersBusy, RunStore, environment
 from gramtower.metrics.definitions import DEFAULT, parse
+from gramtower.metrics.embedding_metrics import ranking_metrics
+from gramtower.metrics.tally import Scores
+from gramtower.model.fit_data import aligned, own_pairs
 from gramtower.model.two_tower import TwoTower
 from gramtower.training.callbacks import progress_lines
 from gramtower.training.checkpoint import locked
 
 _MOST_SEEDS = 1000
+Test = float | Interactions | SparseMatrix  # a share of the pairs, or held-out pairs
+_REFUSED = {
+    "auc": "it needs scores of all items, and a model here gives lists",
+    "mrr": "mrr@K: a model here gives lists",
+    "diversity": "it is measured in a model's own embeddings, which differ from model to model",
+}
 
 
 def benchmark(
@@ -103,7 +137,7 @@ def benchmark(
         check.fail("pairs", "none", "at least two pairs")
     given = {"left_features": left_features, "right_features": right_features}
     entries = make_entries(known, baselines, models, {name: one for name, one in given.items() if one is not None})
-    if reference is not None and reference not in (able := [e.name for e in entries if e.left_out is None]):
+    if reference is not None and reference not in (able := [e.name for e in entries if e.facts.left_out is None]):
         check.fail("reference", repr(reference), "one of " + ", ".join(able))
     first = make_cut(known, test, numbers[0])
     folder = None if out is None else check.path("out", out)
@@ -116,13 +150,19 @@ def benchmark(
         metrics=names,
         seeds=numbers,
         reference=reference,
-        models={e.name: _facts(e) for e in entries},
+        models={e.name: plain(asdict(e.facts)) for e in entries},
         commands=[] if command is None else [command],
     )
     for entry in entries:
-        _check_entry(entry, first)
+        try:
+            if entry.facts.left_out is None and isinstance(candidate := entry.make(), OfEstimator):
+                candidate.check(first.train)
+        except ValueError as error:
+            raise ValueError(f"models[{entry.name!r}]: {error}") from error
     lines = progress or progress_lines("gramtower.benchmark", verbose) or (lambda text: None)
-    with _hold(folder):
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with nullcontext() if folder is None else locked(folder, name="out"):
         store = None if folder is None else store_of(folder, "out")
         if store is not None:
             manifest = _joined(store, manifest, check.flag("fresh", fresh))
@@ -161,31 +201,28 @@ class _Runner:
 
     def run(self) -> None:
         """Run all runs that have not ended."""
-        asked = list(self._asked())
-        waiting = [(seed, entry) for seed, entry in asked if not self._ended(entry.name, seed)]
-        if self.store is not None and len(waiting) < len(asked):
+        manifest, store = self.manifest, self.store
+        asked = [
+            (seed, entry)
+            for seed in manifest.seeds
+            for name, entry in self.entries.items()
+            if entry.facts.left_out is None and seed in manifest.seeds_of(name)
+        ]
+        waiting = [(seed, e) for seed, e in asked if store is None or read_run(store, e.name, seed) is None]
+        if len(waiting) < len(asked):
             self.progress(f"{len(asked) - len(waiting)} of {len(asked)} runs are there already")
-        if any(entry.kind == "towers" for _, entry in waiting):
+        if any(entry.facts.kind == "towers" for _, entry in waiting):
             _prepare()
         if waiting:
             self.progress(f"{len(waiting)} runs to do; first: {waiting[0][1].name}, seed {waiting[0][0]}")
         where, cut, of = environment(), None, 0
         for place, (seed, entry) in enumerate(waiting, start=1):
-            if cut is None or (seed != of and not self.manifest.fixed_test):
+            if cut is None or (seed != of and not manifest.fixed_test):
                 cut, of = make_cut(self.pairs, self.test, seed), seed
             text = self._one(entry, seed, cut, where)
             then = "".join(f"; next: {after.name}, seed {its}" for its, after in waiting[place : place + 1])
             ended = len(asked) - len(waiting) + place
             self.progress(f"{ended}/{len(asked)}  {entry.name}, seed {seed}: {text}{then}")
-
-    def _asked(self) -> Iterator[tuple[int, Entry]]:
-        for seed in self.manifest.seeds:
-            for name, entry in self.entries.items():
-                if entry.left_out is None and seed in self.manifest.seeds_of(name):
-                    yield seed, entry
-
-    def _ended(self, name: str, seed: int) -> bool:
-        return self.store is not None and read_run(self.store, name, seed) is not None
 
     def _one(self, entry: Entry, seed: int, cut: Cut, where: dict[str, object]) -> str:
         """Run a model once and keep the run if it ends well; return a line about it."""
@@ -217,9 +254,9 @@ def measure(entry: Entry, seed: int, cut: Cut, k: int, metrics: list[str]) -> Ru
     """Run a model once: fit, lists, metrics."""
     candidate, peak, others = entry.make(), ResidentPeak(), OthersBusy()
     began = time.perf_counter()
-    candidate.fit(cut, seed)
+    candidate.fit(cut.train, seed)
     fitted = time.perf_counter()
-    lists = candidate.lists(cut, min(k, cut.train.shape[1]))
+    lists = candidate.lists(cut.users, min(k, cut.train.shape[1]), cut.seen)
     ended, largest, busy = time.perf_counter(), peak.bytes(), others.cores()
     scores = cut.measure(lists, metrics)
     return Run(
@@ -229,25 +266,11 @@ def measure(entry: Entry, seed: int, cut: Cut, k: int, metrics: list[str]) -> Ru
     )  # fmt: skip
 
 
-def _check_entry(entry: Entry, cut: Cut) -> None:
-    """Refuse a model that could not be fitted; the error has its name."""
-    try:
-        if entry.left_out is None:
-            entry.make().check(cut)
-    except ValueError as error:
-        raise ValueError(f"models[{entry.name!r}]: {error}") from error
-
-
 def _prepare() -> None:
     """Compile the functions that all towers share, so that no model is charged for it."""
     few = sp.csr_matrix(np.eye(8, dtype=np.float32))
     TwoTower(dim=2, hidden=(), max_iterations=2).fit(few)
     TwoTower(dim=2, hidden=(2,), max_iterations=2).fit(few, ["id", few], ["id", few])
-
-
-def _facts(entry: Entry) -> dict[str, object]:
-    facts = {"kind": entry.kind, "settings": entry.settings, "random": entry.random, "left_out": entry.left_out}
-    return dict(plain(facts))
 
 
 def _about(pairs: Interactions, test: Test) -> dict[str, object]:
@@ -269,7 +292,9 @@ def _joined(store: RunStore, now: Manifest, fresh: bool) -> Manifest:
         for path in store.folder.glob("runs/*.tensors"):  # runs of an earlier version
             path.unlink()
         return now
-    store.refuse(name for name in now.models if name in before.models and _marks(before, name) != _marks(now, name))
+    shared = [name for name in now.models if name in before.models]
+    marks = [[replace(one.facts(name), left_out=None) for name in shared] for one in (before, now)]
+    store.refuse(name for name, was, will in zip(shared, *marks, strict=True) if was != will)
     return replace(
         now,
         title=before.title,
@@ -281,14 +306,199 @@ def _joined(store: RunStore, now: Manifest, fresh: bool) -> Manifest:
     )
 
 
-def _marks(manifest: Manifest, name: str) -> object:
-    """Return the facts that must be equal for a model's runs to be kept."""
-    facts = manifest.facts(name)
-    return facts.kind, facts.settings, facts.random
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The split of one seed."""
+
+    train: Interactions  # pairs to learn from
+    seen: sp.csr_matrix  # pairs that are left out of lists, users × items
+    users: NDArray[np.int64]  # rows of the users with relevant items
+    relevant: sp.csr_matrix  # their relevant items, one row for each user
+
+    def measure(self, lists: NDArray[np.int64], metrics: list[str]) -> Scores:
+        """Return the metrics of lists, one list for each of ``users``."""
+        if lists.shape[0] != len(self.users):
+            check.fail("lists", f"{lists.shape[0]} lists", f"{len(self.users)}, one for each user")
+        taken = seen_places(lists, sp.csr_matrix(self.seen[self.users]))
+        if taken:
+            expected = "none: those that a user has in the training pairs are left out for every model"
+            check.fail("lists", f"{taken:,} items that are seen", expected)
+        return ranking_metrics(lists, self.relevant, metrics, popularity=self.train.matrix)
 
 
-def _hold(folder: Path | None) -> AbstractContextManager[None]:
-    if folder is None:
-        return nullcontext()
-    folder.mkdir(parents=True, exist_ok=True)
-    return locked(folder, name="out")
+def checked_metrics(metrics: str | Sequence[str]) -> list[str]:
+    """Return the names of metrics, all of which can be computed from lists."""
+    for metric in (found := parse(metrics)):
+        if metric.kind in _REFUSED and (metric.kind == "diversity" or not metric.k):
+            check.fail("metrics", repr(metric.name), f"metrics of lists: {_REFUSED[metric.kind]}")
+    names = [metric.name for metric in found]
+    if len(set(names)) < len(names):
+        check.fail("metrics", ", ".join(names), "each metric once")
+    return names
+
+
+def make_cut(pairs: Interactions, test: Test, seed: int) -> Cut:
+    """Return the split of a seed: a share of the pairs drawn at random, or test pairs, the same for every seed."""
+    if isinstance(test, (Interactions, sp.spmatrix, sp.sparray)):
+        train, held_out = pairs, test
+    else:
+        split = random_pairs(pairs, test, seed=seed)
+        train, held_out = split.train, split.test
+    ids = train.left_ids, train.right_ids
+    found = aligned("test", held_out, ids, train.shape, train.numbered)
+    seen = union(train.matrix, own_pairs(ids, train.shape)) if train.one_set else union(train.matrix)
+    relevant = without(sp.csr_matrix((found > 0).astype(np.float32)), seen)
+    users = np.flatnonzero(np.diff(relevant.indptr)).astype(np.int64)
+    if not len(users):
+        check.fail("test", f"{found.nnz:,} pairs, none of them both positive and new", "at least one that is")
+    return Cut(train, seen, users, sp.csr_matrix(relevant[users]))
+
+
+def seen_places(lists: NDArray[np.int64], seen: sp.csr_matrix) -> int:
+    """Count the places of lists that hold an item of the same row of ``seen``."""
+    rows, places = np.nonzero(lists >= 0)
+    shown = sp.csr_matrix((np.ones(len(rows), dtype=np.float32), (rows, lists[rows, places])), shape=seen.shape)
+    return int(shown.multiply(seen).nnz)
+
+
+def describe(value: object, ids: Ids | None = None) -> object:
+    """Describe settings and features in JSON; equal ones have equal descriptions. Arrays and tables become digests.
+
+    Of a table only the rows of ``ids`` count.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): describe(part, ids) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [describe(part, ids) for part in value]
+    if isinstance(value, FeatureTable):
+        rows = [] if ids is None else [value.encode(ids)]
+        return {"table": value.kinds, "fingerprint": digest_of(value.to_json(), *rows)}
+    if isinstance(value, (np.ndarray, torch.Tensor, sp.spmatrix, sp.sparray)):
+        return {"shape": list(value.shape), "fingerprint": digest_of(value)}
+    if isinstance(value, Interactions):
+        return {"pairs": len(value), "fingerprint": digest_of(value.matrix, value.left_ids, value.right_ids)}
+    name = getattr(value, "__qualname__", None)
+    if callable(value) and name is not None:
+        return f"{value.__module__}.{name}"
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text
+
+
+BASELINES: dict[str, Callable[[], BuiltIn]] = {"popularity": Popularity, "item-knn": ItemKNN, "ease": EASE, "als": ALS}
+TOWERS: dict[str, Callable[[], TwoTower]] = {
+    "gramtower-linear": lambda: TwoTower(hidden=()),
+    "gramtower-linear-features": lambda: TwoTower(hidden=()),
+    "gramtower-hidden-features": TwoTower,
+}
+BUILT_IN = (*BASELINES, *TOWERS)
+_LONGEST = 60  # letters of a name
+
+
+class Candidate(Protocol):
+    """A model in one run, with the interface of a baseline."""
+
+    def fit(self, pairs: Interactions, seed: int = 0) -> object: ...
+    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of a benchmark."""
+
+    name: str  # name of the model
+    make: Callable[[], Candidate]  # returns an unfitted copy of it
+    facts: ModelFacts  # its description, to recognise its runs
+
+
+def make_entries(
+    pairs: Interactions,
+    baselines: Sequence[str] | None,
+    models: Mapping[str, object] | None,
+    features: Mapping[str, object],
+) -> list[Entry]:
+    """Return the models of a benchmark after checking them."""
+    entries = [
+        _baseline(name, BASELINES[name](), pairs)
+        if name in BASELINES
+        else _estimator(name, TOWERS[name](), features if name.endswith("-features") else {}, pairs, "towers")
+        for name in _chosen(baselines, bool(features))
+    ]
+    if models is not None and not isinstance(models, Mapping):
+        check.fail("models", type(models).__name__, "names and models, such as {'mine': gramtower.TwoTower(dim=32)}")
+    for name, given in (models or {}).items():
+        if not isinstance(name, str) or not name.strip() or len(name) > _LONGEST or not name.isprintable():
+            check.fail("models", f"the name {name!r}", f"text of 1 to {_LONGEST} letters")
+        if name in BUILT_IN:
+            check.fail("models", f"the name {name!r}", "a name other than " + ", ".join(BUILT_IN))
+        entries.append(_own(name, given, pairs, features))
+    if not any(entry.facts.left_out is None for entry in entries):
+        reasons = "; ".join(f"{entry.name}: {entry.facts.left_out}" for entry in entries)
+        check.fail("models", f"none that can run ({reasons})" if entries else "none", "at least one model")
+    return entries
+
+
+def _chosen(names: Sequence[str] | None, with_features: bool) -> list[str]:
+    fitting = [name for name in BUILT_IN if with_features or not name.endswith("-features")]
+    if names is None:
+        return fitting
+    chosen = [names] if isinstance(names, str) else check.listed("baselines", names, "names")
+    for name in chosen:
+        if name not in BUILT_IN:
+            near = check.near(name, BUILT_IN, 1) if isinstance(name, str) else []
+            hint = f"{near[0]!r}, or another of " if near else ""
+            check.fail("baselines", repr(name), hint + ", ".join(BUILT_IN))
+        if name not in fitting:
+            check.fail("baselines", repr(name), "left_features or right_features for it to see")
+    if len(set(chosen)) < len(chosen):
+        check.fail("baselines", ", ".join(chosen), "each name once")
+    return chosen
+
+
+def _baseline(name: str, model: BuiltIn, pairs: Interactions) -> Entry:
+    reason = needs_implicit(model)
+    if reason is None and isinstance(model, EASE):
+        reason = model.too_large(pairs.shape[1])
+    shown = {"model": type(model).__name__} | {name: describe(value) for name, value in settings_of(model).items()}
+    facts = ModelFacts("baseline", shown, isinstance(model, ALS), reason)
+    return Entry(name, lambda: copy.deepcopy(replace(model)), facts)
+
+
+def _own(name: str, given: object, pairs: Interactions, features: Mapping[str, object]) -> Entry:
+    paired = isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)
+    model: Any = given  # of any of the kinds below
+    arguments: Mapping[str, object] = features
+    if paired:
+        model, arguments = model
+    if isinstance(model, (Popularity, ItemKNN, EASE, ALS)) and not paired:
+        return _baseline(name, model, pairs)
+    if not isinstance(model, type) and all(
+        callable(getattr(model, n, None)) for n in ("get_params", "fit", "recommend")
+    ):
+        return _estimator(name, model, arguments, pairs, "own")
+    of_implicit = hasattr(model, "user_factors") or hasattr(model, "similarity")
+    if of_implicit and not isinstance(model, type) and callable(getattr(model, "fit", None)) and not paired:
+        plain = {n: v for n, v in vars(model).items() if isinstance(v, (bool, int, float, str)) and n not in SEEDS}
+        facts = ModelFacts("own", {"model": type(model).__name__, **plain}, True)
+        return Entry(name, lambda: OfImplicit(copy.deepcopy(model)), facts)
+    shown = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    expected = (
+        "a model with get_params, fit and recommend such as gramtower.TwoTower(), a pair of it and the arguments of "
+        "its fit, one of gramtower.experiments.baselines, or one of implicit"
+    )
+    check.fail(f"models[{name!r}]", shown, expected)
+
+
+def _estimator(name: str, model: Recommender, arguments: Mapping[str, object], pairs: Interactions, kind: str) -> Entry:
+    """Return a model that is an estimator; matrices of features must have a row for each entity."""
+    given = {}
+    for part, value in arguments.items():
+        ids = {"left_features": pairs.left_ids, "right_features": pairs.right_ids}.get(part)
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if ids is not None and hasattr(one, "shape") and one.shape[0] != len(ids):
+                check.fail(part, f"{one.shape[0]} rows", f"{len(ids)}, one for each entity of pairs")
+        given[part] = describe(value, ids)
+    settings = {n: describe(v) for n, v in model.get_params().items() if n not in ("verbose", *SEEDS)}
+    shown = {"model": type(model).__name__, **settings, **({"fit": given} if given else {})}
+    return Entry(name, lambda: OfEstimator(model, arguments), ModelFacts(kind, shown, True))

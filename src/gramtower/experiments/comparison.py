@@ -27,8 +27,7 @@ from gramtower._util import checks as check
 from gramtower._util.schema import build, fits
 from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.towers import Towers
-from gramtower.experiments.machine import OthersBusy, environment
-from gramtower.experiments.run_store import RunStore
+from gramtower.experiments.run_store import OthersBusy, RunStore, environment
 from gramtower.training.checkpoint import remove_checkpoint
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record, Result, read_history
@@ -156,20 +155,16 @@ def read_comparison(folder: Path) -> Comparison:
         check.fail("folder", folder, expected)
     methods = []
     for name in names:
-        history, outcome = _history(folder, name) if name in found else [], outcomes.get(name, Outcome())
+        path, outcome = history_path(folder, name), outcomes.get(name, Outcome())
+        try:
+            history = read_history(path) if name in found else []
+        except ValueError as error:
+            raise ValueError(f"folder: {path} is not a history: {error}") from error
         if outcome.status not in STATUSES:
             why = "no end was recorded" if history else "not started yet"
             outcome = replace(outcome, status="unfinished", message=why)
         methods.append(MethodRun(name, history, outcome))
     return Comparison(folder, methods, request)
-
-
-def _history(folder: Path, name: str) -> list[Record]:
-    path = history_path(folder, name)
-    try:
-        return read_history(path)
-    except ValueError as error:
-        raise ValueError(f"folder: {path} is not a history: {error}") from error
 
 
 _ALL, _GROWTH = 20, 1.05
@@ -299,12 +294,15 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
     }
     if lowest is not None:
         ran = [method for method in methods if method.history]
+        limits = comparison.about.settings.get("limits", {})
+        only_time = limits.get("max_iterations") is None  # every optimizer had the time limit, and no other
+        time_limit = float(limits.get("time_limit") or 0.0) if only_time else 0.0
         for level in LEVELS:
             table = {
                 a.name: {b.name: speed_up(a.history, b.history, lowest, level) for b in ran if b is not a} for a in ran
             }
             found["speed_up"][f"{level:g}"] = table
-            found["first"][f"{level:g}"] = _first(ran, lowest, level, _time_limit(comparison))
+            found["first"][f"{level:g}"] = _first(ran, lowest, level, time_limit)
     return found | {"verdict": verdict(found)}
 
 
@@ -333,6 +331,7 @@ def _method(method: MethodRun, lowest: float | None) -> dict[str, Any]:
         return found
     best, last = min(history, key=lambda record: record.value), history[-1]
     metrics = [record.metric for record in history if record.metric is not None]
+    at = {f"{level:g}": reached(history, lowest, level) for level in LEVELS}
     return found | {
         "iterations": last.iteration,
         "seconds": last.seconds,
@@ -341,20 +340,9 @@ def _method(method: MethodRun, lowest: float | None) -> dict[str, Any]:
         "relative_difference": relative_difference(best.value, lowest),
         "best_metric": max(metrics, default=None),
         "last_metric": metrics[-1] if metrics else None,
-        "seconds_to": _to(history, lowest, lambda record: record.seconds),
-        "passes_to": _to(history, lowest, lambda record: record.data_passes),
+        "seconds_to": {level: None if record is None else record.seconds for level, record in at.items()},
+        "passes_to": {level: None if record is None else record.data_passes for level, record in at.items()},
     }
-
-
-def _to(history: list[Record], lowest: float, what: Callable[[Record], float]) -> dict[str, float | None]:
-    records = {f"{level:g}": reached(history, lowest, level) for level in LEVELS}
-    return {level: None if record is None else what(record) for level, record in records.items()}
-
-
-def _time_limit(comparison: Comparison) -> float:
-    """Return the seconds that every optimizer had, 0 if it had another limit too."""
-    limits = comparison.about.settings.get("limits", {})
-    return float(limits.get("time_limit") or 0.0) if limits.get("max_iterations") is None else 0.0
 
 
 def _first(ran: list[MethodRun], lowest: float, level: float, limit: float) -> dict[str, Any] | None:

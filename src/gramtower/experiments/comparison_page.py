@@ -8,19 +8,68 @@ is L* itself has a relative difference of 0 and no place on a logarithmic axis; 
 
 from __future__ import annotations
 
+import math
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gramtower._util.files import plain, write_json, write_text
+import numpy as np
+
+from gramtower._util.files import plain, replacing, write_json, write_text
 from gramtower._util.html import document, number
-from gramtower.experiments.comparison import LEVELS, STATUSES, Comparison, read_comparison, summarise
-from gramtower.experiments.figures import FLOOR, draw_comparison, line_of
-from gramtower.experiments.page import BUSY, PAGE, SUMMARY, circumstances, table
+from gramtower.experiments.comparison import (
+    LEVELS,
+    STATUSES,
+    Comparison,
+    MethodRun,
+    lowest_value,
+    read_comparison,
+    relative_difference,
+    summarise,
+)
+from gramtower.experiments.figures import BUSY, PAGE, SUMMARY, circumstances, drawing, line, panels, save, table
 from gramtower.training.result import Record
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 POINTS = 2000
+
+
+class Line(NamedTuple):
+    """The line of an optimizer, the same in all figures. Colours are of the Okabe-Ito palette."""
+
+    colour: str  # its colour
+    dashes: tuple[int, ...] = ()  # lengths on and off; none for a solid line
+    width: float = 2.0  # its width
+
+
+_DASHED = (5, 3)
+LINES = {
+    "newton-kron": Line("#000000", width=2.8),
+    "newton": Line("#D55E00"),
+    "gd-diag": Line("#0072B2"),
+    "gd": Line("#0072B2", _DASHED),
+    "sogram-diag": Line("#CC79A7"),
+    "sogram": Line("#CC79A7", _DASHED),
+    "sampling-diag": Line("#009E73"),
+    "sampling": Line("#009E73", _DASHED),
+    "lbfgs": Line("#8A6D00", (2, 2)),
+}
+_OTHER = Line("#777777", (1, 2))
+
+
+def line_of(name: str) -> Line:
+    """Return the line of an optimizer; grey for an unknown one."""
+    return LINES.get(name, _OTHER)
+
+
+AXES = {"time": ("seconds", "seconds of training"), "passes": ("data_passes", "data passes")}
+FORMATS = ("png", "svg")
+#: Smallest relative difference that is shown.
+FLOOR = 1e-4
 
 
 def page(comparison: Comparison, summary: dict[str, Any]) -> str:
@@ -28,7 +77,6 @@ def page(comparison: Comparison, summary: dict[str, Any]) -> str:
     title = f"Comparison of methods: {comparison.title}"
     script = files("gramtower.experiments").joinpath("comparison_page.js").read_text(encoding="utf-8")
     body = [
-        *_synthetic(comparison),
         *_opening(comparison, summary),
         *_charts(comparison),
         *_outcomes(comparison, summary),
@@ -62,19 +110,15 @@ def thinned(history: list[Record], most: int) -> list[Record]:
     return [history[round(place * (len(history) - 1) / (most - 1))] for place in range(most)]
 
 
-def _synthetic(comparison: Comparison) -> list[str]:
-    text = comparison.about.synthetic
-    return [f'<p class="mark">Synthetic data: {escape(str(text))}</p>'] if text else []
-
-
 def _opening(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
     about, parts = comparison.about.data, []
     if {"left", "right", "pairs"} <= set(about):
-        text = f"{about['left']:,} left × {about['right']:,} right entities, {about['pairs']:,} pairs to learn from"
+        sizes = f"{about['left']:,} left × {about['right']:,} right entities, {about['pairs']:,} pairs to learn from"
         held = about.get("validation_pairs")
-        parts.append(text + (f", {held:,} held out for {comparison.metric}." if held else "."))
+        parts.append(sizes + (f", {held:,} held out for {comparison.metric}." if held else "."))
     parts.append("All methods start from the same point and run one after the other; only their own work is timed.")
-    found = [f"<p>{escape(' '.join(parts))}</p>"]
+    found = [f'<p class="mark">Synthetic data: {escape(str(text))}</p>'] if (text := comparison.about.synthetic) else []
+    found.append(f"<p>{escape(' '.join(parts))}</p>")
     found.append(f"<p><strong>{escape(summary['verdict'])}</strong></p>")
     troubled = [m for m in comparison.methods if m.outcome.status != "finished"]
     if troubled:
@@ -176,6 +220,10 @@ def _speed_ups(summary: dict[str, Any]) -> list[str]:
     return found
 
 
+def _times(found: dict[str, Any] | None) -> str:
+    return "–" if found is None else f"{found['bound']} {number(found['times'])}".strip()
+
+
 def _settings(comparison: Comparison) -> list[str]:
     about, ends = comparison.request, {method.name: method.outcome for method in comparison.methods}
     if about is None:
@@ -192,8 +240,63 @@ def _settings(comparison: Comparison) -> list[str]:
     return found
 
 
-def _times(found: dict[str, Any] | None) -> str:
-    return "–" if found is None else f"{found['bound']}{' ' if found['bound'] else ''}{number(found['times'])}"
+@drawing()
+def draw_comparison(comparison: Comparison) -> list[Path]:
+    """Write the figures of a comparison; return their paths."""
+    paths = []
+    for name in AXES:
+        figure = _comparison_figure(comparison, name)
+        for kind in FORMATS:
+            path = comparison.folder / f"{name}.{kind}"
+            with replacing(path) as partial:
+                save(figure, partial, kind)
+            paths.append(path)
+    return paths
+
+
+def value_range(curves: list[list[float]]) -> tuple[float, float]:
+    """Return limits of the axis of relative differences: not below FLOOR, up to twice the start."""
+    shown = [y for curve in curves for y in curve if y > 0 and math.isfinite(y)]
+    top = 2.0 * max((curve[0] for curve in curves if curve and curve[0] > 0), default=1.0)
+    return max(FLOOR, 0.8 * min(shown, default=FLOOR)), top
+
+
+def _comparison_figure(comparison: Comparison, axis: str) -> Figure:
+    what, label = AXES[axis]
+    ran = [method for method in comparison.methods if method.history]
+    metric = comparison.metric
+    figure, (left, *rest) = panels(10.5 if metric else 6.0, 4.6, 2 if metric else 1)
+    lowest = lowest_value(ran)
+    if lowest is not None:
+        curves = [[relative_difference(record.value, lowest) for record in m.history] for m in ran]
+        for method, curve in zip(ran, curves, strict=True):
+            _curve(left, method, [(getattr(r, what), y) for r, y in zip(method.history, curve, strict=True) if y > 0])
+        left.set_ylim(*value_range(curves))
+    left.set_yscale("log")
+    left.set_ylabel("(L − L*) / L*")
+    for axes in rest:
+        for method in ran:
+            _curve(axes, method, [(getattr(r, what), r.metric) for r in method.history if r.metric is not None])
+        axes.set_ylabel(str(metric))
+    for axes in (left, *rest):
+        axes.set_xlabel(label)
+        if any(x > 0 for drawn in axes.lines for x in np.asarray(drawn.get_xdata())):  # there is more than the starts
+            axes.set_xscale("log")
+        axes.grid(True, which="major", alpha=0.35)
+        axes.grid(True, which="minor", alpha=0.12)
+    marks = "SYNTHETIC DATA: " if comparison.about.synthetic else ""
+    figure.suptitle(marks + comparison.title)
+    handles, labels = left.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside right upper", fontsize=9)
+    return figure
+
+
+def _curve(axes: Axes, method: MethodRun, points: list[tuple[float, float]]) -> None:
+    look, status = line_of(method.name), method.outcome.status
+    style: Any = (0, look.dashes) if look.dashes else "-"
+    label = method.name if status == "finished" else f"{method.name} ({status})"
+    line(axes, points, label, color=look.colour, linestyle=style, linewidth=look.width * 0.8, markersize=2.5)
 
 
 def build(folder: Path) -> tuple[dict[str, Any], list[str]]:

@@ -33,13 +33,12 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower._util import html as html
+from gramtower._util import html
 from gramtower.data import splits
 from gramtower.data.frames import Column
 from gramtower.data.ids import Ids, index_of, join
 from gramtower.data.interactions import Interactions, PairSamples, PairsLike, pairs_of
 from gramtower.data.splits import Split
-from gramtower.data.splits import folds as cut
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
 from gramtower.metrics.definitions import DEFAULT, LOWER_IS_BETTER, parse
@@ -113,23 +112,14 @@ def bootstrap_intervals(
         drawn = np.bincount(chosen.ravel(), minlength=rows * users).reshape(rows, users).astype(np.float64)
         weight = drawn @ flat_counts
         means = np.divide(drawn @ flat_sums, weight, out=np.full(weight.shape, np.nan), where=weight > 0)
-        found.append(_mean_of_there(means.reshape(rows, width, len(folds))))
-    replicated = np.concatenate(found)
-    return [_percentiles(values[np.isfinite(values)], level) for values in replicated.T]
-
-
-def _mean_of_there(means: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return means over the last axis without NaN; NaN where all values are."""
-    there = np.isfinite(means)
-    total, count = np.where(there, means, 0.0).sum(-1), there.sum(-1)
-    return np.asarray(np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0))
-
-
-def _percentiles(values: NDArray[np.float64], level: float) -> Interval:
-    if not len(values):
-        return (math.nan, math.nan)
-    low, high = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
-    return (float(low), float(high))
+        by_fold = means.reshape(rows, width, len(folds))
+        there = np.isfinite(by_fold)
+        total, count = np.where(there, by_fold, 0.0).sum(-1), there.sum(-1)
+        found.append(np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0))
+    finite = [values[np.isfinite(values)] for values in np.concatenate(found).T]
+    ends = [0.5 - level / 2, 0.5 + level / 2]
+    spans = [np.quantile(values, ends).tolist() if len(values) else [math.nan, math.nan] for values in finite]
+    return [(low, high) for low, high in spans]
 
 
 _SHOWN = 10  # folds whose values a repr lists
@@ -235,7 +225,10 @@ def cross_validate(
     Returns:
         Values of each fold, means and intervals.
     """
-    _check_model(model)
+    missing = [name for name in ("get_params", "fit", "evaluate") if not callable(getattr(model, name, None))]
+    if missing or isinstance(model, type):
+        given = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        check.fail("model", given, "a model with get_params, fit and evaluate, such as gramtower.TwoTower()")
     names = tuple(metric.name for metric in parse(metrics))
     if (processes := current_group().size) > 1:
         check.fail("cross_validate", f"{processes} processes", "one: folds do not run over several")
@@ -243,10 +236,10 @@ def cross_validate(
     found, users = [], []
     for split in _splits(known, folds, check.seed(seed)):
         features = {}
-        for side, given in (("left", left_features), ("right", right_features)):
-            if given is not None:
+        for side, seen in (("left", left_features), ("right", right_features)):
+            if seen is not None:
                 ids = getattr(known, f"{side}_ids"), getattr(split.train, f"{side}_ids")
-                features[f"{side}_features"] = _of_rows(f"{side}_features", given, *ids)
+                features[f"{side}_features"] = _of_rows(f"{side}_features", seen, *ids)
         fitted = fit_copy(model, split.train, features)
         shown = {} if split.history is None else {"histories": split.history}
         scores: Any = fitted.evaluate(split.test, names, **shown)
@@ -281,19 +274,12 @@ def fit_copy(model: _Model, pairs: PairsLike, arguments: Mapping[str, object], *
     return made
 
 
-def _check_model(model: object) -> None:
-    missing = [name for name in ("get_params", "fit", "evaluate") if not callable(getattr(model, name, None))]
-    if missing or isinstance(model, type):
-        given = f"the class {model.__name__}" if isinstance(model, type) else f"{type(model).__name__}"
-        check.fail("model", given, "a model with get_params, fit and evaluate, such as gramtower.TwoTower()")
-
-
 def _splits(pairs: Interactions, folds: object, seed: int) -> Iterator[Split]:
     """Return the splits, the first of them checked before anything is fitted."""
     if isinstance(folds, (int, np.integer)) and not isinstance(folds, bool):
         if not 2 <= folds <= len(pairs):
             check.fail("folds", folds, f"an integer from 2 to {len(pairs)}, the number of pairs")
-        return cut(pairs, int(folds), seed=seed)
+        return splits.folds(pairs, int(folds), seed=seed)
     expected = "a number of folds, or splits such as those of gramtower.data.splits"
     matrix = sp.issparse(folds) or isinstance(folds, (np.ndarray, torch.Tensor))
     if matrix or not isinstance(folds, Iterable) or isinstance(folds, (str, bytes)):
@@ -339,13 +325,7 @@ def span(interval: Interval | None) -> str:
     return "-" if interval is None or not np.isfinite(interval[0]) else f"{interval[0]:.4f} to {interval[1]:.4f}"
 
 
-_DRAWN: dict[str, Callable[..., splits.Split]] = {
-    "random_pairs": splits.random_pairs,
-    "per_user": splits.per_user,
-    "leave_one_out": splits.leave_one_out,
-    "leave_last": splits.leave_last,
-    "by_time": splits.by_time,
-}
+_DRAWN = ("random_pairs", "per_user", "leave_one_out", "leave_last", "by_time")
 
 
 class PairSplit:
@@ -381,16 +361,14 @@ class PairSplit:
         if not isinstance(X, PairSamples):
             check.fail("X", type(X).__name__, "gramtower.PairSamples(pairs): one sample for each pair")
         pairs, everything = X.pairs, np.arange(len(X))
-        for part in self._parts(pairs):
+        if self.method == "folds":
+            parts = splits.folds(pairs, self.count, seed=self.seed)
+        else:
+            draw = getattr(splits, self.method)
+            parts = (draw(pairs, seed=self.seed + turn, **self.options) for turn in range(self.count))
+        for part in parts:
             held = np.isin(_keys(pairs), _keys(part.test), assume_unique=True)
             yield everything[~held], everything[held]
-
-    def _parts(self, pairs: Interactions) -> Iterator[splits.Split]:
-        if self.method == "folds":
-            yield from splits.folds(pairs, self.count, seed=self.seed)
-            return
-        for turn in range(self.count):
-            yield _DRAWN[self.method](pairs, seed=self.seed + turn, **self.options)
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())

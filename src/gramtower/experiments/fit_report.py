@@ -19,10 +19,9 @@ from gramtower._util.files import plain
 from gramtower._util.html import document, number
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import without
-from gramtower.experiments.figures import degree_figure, run_figure
-from gramtower.experiments.page import circumstances, drawn, table
+from gramtower.experiments.figures import circumstances, degree_figure, drawn, run_figure, table
 from gramtower.metrics.definitions import DEFAULT
-from gramtower.metrics.tally import GROUPS, Scores, terciles
+from gramtower.metrics.tally import GROUPS, terciles
 from gramtower.model.fit_data import own_pairs
 from gramtower.model.fitted import FittedModel
 from gramtower.model.side import Side
@@ -89,32 +88,25 @@ def validation_pairs(fitted: FittedModel) -> sp.csr_matrix | None:
 def groups_of(fitted: FittedModel, truth: sp.csr_matrix, metrics: Sequence[str]) -> list[Group]:
     """Return metrics of held-out pairs: of all, by popularity of right entities, and by activity of left ones."""
     truth = without(truth, fitted.trained)
-    test, trained = as_pairs(fitted, truth), degrees(fitted.trained)
-    users = np.flatnonzero(np.diff(truth.indptr))
-    active, popular = trained["left"][users], trained["right"]
-    by = {name: fitted.evaluate(test, metrics, by=name) for name in ("popularity", "activity")}
-    every = by["activity"]
-    found = [_group("all", every, "", metrics, active, np.ones(len(users), dtype=bool), every.users, truth.nnz)]
-    for name, mask in zip(GROUPS, terciles(popular), strict=True):
-        count, pairs = by["popularity"].groups.get(f"popularity={name}", 0), int(mask[truth.indices].sum())
-        found.append(_group("popularity", by["popularity"], name, metrics, popular, mask, count, pairs))
-    for name, mask in zip(GROUPS, terciles(active), strict=True):
-        count, pairs = every.groups.get(f"activity={name}", 0), int(np.diff(truth.indptr)[users][mask].sum())
-        found.append(_group("activity", every, name, metrics, active, mask, count, pairs))
+    test, trained, held = as_pairs(fitted, truth), degrees(fitted.trained), degrees(truth)
+    users = np.flatnonzero(held["left"])
+    counted = {"popularity": trained["right"], "activity": trained["left"][users]}
+    held_out = {"popularity": held["right"], "activity": held["left"][users]}
+    scores = {by: fitted.evaluate(test, metrics, by=by) for by in counted}
+    parts = [("activity", "", np.ones(len(users), dtype=bool))]
+    parts += [(by, name, mask) for by in counted for name, mask in zip(GROUPS, terciles(counted[by]), strict=True)]
+    found = []
+    for by, name, mask in parts:
+        measured, counts, inside = scores[by], counted[by], counted[by][mask]
+        label = f" {by}={name}" if name else ""
+        values = {metric: float(measured[metric + label]) for metric in metrics if metric + label in measured}
+        least, most = inside.min(initial=int(counts.max(initial=0))), inside.max(initial=0)
+        ranked = measured.groups.get(f"{by}={name}", 0) if name else measured.users
+        pairs = int(held_out[by][mask].sum())
+        found.append(
+            Group(f"{by} {name}" if name else "all", len(inside), int(least), int(most), ranked, pairs, values)
+        )
     return [group for group in found if group.users]
-
-
-def _group(
-    by: str, scores: Scores, name: str, metrics: Sequence[str], counts: NDArray[np.int64], mask: NDArray[np.bool_],
-    users: int, pairs: int,
-) -> Group:  # fmt: skip
-    inside = counts[mask]
-    label = f" {by}={name}" if name else ""
-    values = {metric: float(scores[metric + label]) for metric in metrics if metric + label in scores}
-    return Group(
-        f"{by} {name}".strip(), len(inside), int(inside.min(initial=int(counts.max(initial=0)))),
-        int(inside.max(initial=0)), users, pairs, values,
-    )  # fmt: skip
 
 
 def as_pairs(fitted: FittedModel, matrix: sp.csr_matrix) -> Interactions | sp.csr_matrix:
@@ -188,7 +180,9 @@ def fit_page(run: FitRun) -> tuple[str, dict[str, Any], list[str]]:
         HTML, the numbers in it, and a list of what could not be made and why.
     """
     status, message = run.end
-    metric = _metric(run)
+    named = run.summary.get("metric") or run.settings.get("train", {}).get("metric")
+    measured = any(record.metric is not None for records in run.runs.values() for record in records)
+    metric = str(named or "metric") if measured else None
     content: dict[str, Any] = {"kind": "fit", "title": run.title, "status": status, "message": message}
     if run.last:
         content |= {name: getattr(run.last[-1], name) for name in ("iteration", "seconds", "data_passes")}
@@ -202,18 +196,15 @@ def fit_page(run: FitRun) -> tuple[str, dict[str, Any], list[str]]:
         data, numbers = _data(run.model, problems)
         body += data
         content["data"] = numbers
-        measured, groups = _measured(run.model, run, metric)
-        body += measured
+        by_group, groups = _measured(run.model, run, metric)
+        body += by_group
         content["measured"] = {"pairs": None if run.held_out is None else run.held_out[1], "groups": groups}
         body += _examples(run)
-    body += _settings(run)
+    tables = {name: {k: v for k, v in part.items() if v not in ({}, [])} for name, part in run.settings.items()}
+    environment = run.summary.get("environment")
+    machines = {"": environment} if isinstance(environment, dict) else {}
+    body += circumstances((), {f"[{name}]": part for name, part in tables.items()}, machines)
     return document(f"Fit: {run.title}", body), plain(content), problems
-
-
-def _metric(run: FitRun) -> str | None:
-    measured = any(record.metric is not None for records in run.runs.values() for record in records)
-    named = run.summary.get("metric") or run.settings.get("train", {}).get("metric")
-    return str(named or "metric") if measured else None
 
 
 def _opening(content: Mapping[str, Any]) -> list[str]:
@@ -275,7 +266,11 @@ def _measured(model: FittedModel, run: FitRun, metric: str | None) -> tuple[list
     names = tuple(dict.fromkeys([*([metric] if metric and "@" in metric else []), *DEFAULT]))
     groups = groups_of(model, truth, names)
     head = ["group", "training pairs each", "entities", "held-out pairs", "users", *names]
-    rows = [_row(group, names) for group in groups]
+    rows = []
+    for one in groups:
+        span = f"{one.least:,}–{one.most:,}" if one.least != one.most else f"{one.least:,}"
+        counts = [number(count) for count in (one.entities, one.pairs, one.users)]
+        rows.append([one.name, span, *counts, *(number(one.metrics.get(name), 4) for name in names)])
     note = (
         f"Popularity low, mid and high are thirds of the {right} entities by their training pairs: only held-out pairs "
         f"with these count. Activity low, mid and high are thirds of the {left} entities by theirs. Users are those "
@@ -294,12 +289,6 @@ def _measured(model: FittedModel, run: FitRun, metric: str | None) -> tuple[list
         table(head, rows),
         f'<p class="soft">{note}</p>',
     ], [asdict(group) for group in groups]
-
-
-def _row(group: Group, names: Sequence[str]) -> list[str]:
-    span = f"{group.least:,}–{group.most:,}" if group.least != group.most else f"{group.least:,}"
-    counts = [number(count) for count in (group.entities, group.pairs, group.users)]
-    return [group.name, span, *counts, *(number(group.metrics.get(name), 4) for name in names)]
 
 
 def _examples(run: FitRun) -> list[str]:
@@ -337,10 +326,3 @@ def _name(side: Side, titles: Titles, row: int) -> str:
     key = row if side.ids is None else side.ids[row]
     title = None if titles is None else titles[row]
     return str(key) if title is None else f"{title} ({key})"
-
-
-def _settings(run: FitRun) -> list[str]:
-    tables = {name: {k: v for k, v in part.items() if v not in ({}, [])} for name, part in run.settings.items()}
-    environment = run.summary.get("environment")
-    machines = {"": environment} if isinstance(environment, dict) else {}
-    return circumstances((), {f"[{name}]": part for name, part in tables.items()}, machines)

@@ -15,13 +15,11 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
-
-import numpy as np
 
 from gramtower._util import checks as check
 from gramtower._util import html
@@ -54,38 +52,6 @@ class Started:
     max_iterations: int
     settings: dict[str, object] = field(default_factory=dict)
     first: bool = True
-
-
-class CallbackList:
-    """The callbacks of one run; every callback whose ``begin`` was called gets a call of ``end``."""
-
-    def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self.callbacks: list[Any] = check.functions("callbacks", callbacks)
-        self._begun: list[Any] = []
-
-    def begin(self, started: Started) -> None:
-        """Call ``begin`` of all callbacks that have it."""
-        for one in self.callbacks:
-            if hasattr(one, "begin"):
-                one.begin(started)
-            self._begun.append(one)
-
-    def __call__(self, record: Record, point: Point) -> int:
-        """Call all callbacks after an iteration; return how many of them ask to stop."""
-        answers = [one(record, point) for one in self.callbacks]
-        return sum(isinstance(answer, (bool, np.bool_)) and bool(answer) for answer in answers)
-
-    def fail(self) -> None:
-        """Call ``end(None)`` after an error, without raising another one."""
-        with suppress(Exception):
-            self.end(None)
-
-    def end(self, result: Result | None) -> None:
-        """Call ``end`` of all callbacks, even if one of them fails."""
-        with ExitStack() as stack:
-            while self._begun:
-                if hasattr(one := self._begun.pop(0), "end"):
-                    stack.callback(one.end, result)
 
 
 def numbers_of(record: Record) -> dict[str, float]:
@@ -272,39 +238,25 @@ class _NotebookBar:
     """An output of the cell, which is replaced after each iteration."""
 
     def __init__(self, total: int, done: int, figures: str) -> None:
-        self._shown = need("IPython.display", "a bar in a notebook", "ipython")
+        shown = need("IPython.display", "a bar in a notebook", "ipython")
         self._total, self._first, self._began = total, done, time.monotonic()
         self._now = (done, figures)
-        self._handle = self._shown.display(self._content(), display_id=True)
+        self._handle = shown.display(self._content(), raw=True, display_id=True)
 
     def move(self, done: int, figures: str) -> None:
         self._now = (done, figures)
-        self._handle.update(self._content(self._left(done)))
+        passed, made = time.monotonic() - self._began, done - self._first
+        left = f"{passed / made * (self._total - done):.0f} s left" if made and done < self._total else ""
+        self._handle.update(self._content(left), raw=True)
 
     def stop(self) -> None:
-        self._handle.update(self._content())
+        self._handle.update(self._content(), raw=True)
 
-    def _left(self, done: int) -> str:
-        passed, made = time.monotonic() - self._began, done - self._first
-        return f"{passed / made * (self._total - done):.0f} s left" if made and done < self._total else ""
-
-    def _content(self, left: str = "") -> _Output:
+    def _content(self, left: str = "") -> dict[str, str]:
+        """Return the bar as HTML, and as text for front ends without HTML."""
         done, figures = self._now
         words = ", ".join(part for part in (f"iteration {done} of {self._total}", figures, left) if part)
-        return _Output(html.progress(done, self._total, words), words)
-
-
-class _Output:
-    """A text with an HTML version for front ends that can show it."""
-
-    def __init__(self, markup: str, words: str) -> None:
-        self._markup, self._words = markup, words
-
-    def _repr_html_(self) -> str:
-        return self._markup
-
-    def __repr__(self) -> str:
-        return self._words
+        return {"text/html": html.progress(done, self._total, words), "text/plain": words}
 
 
 HEADER = " iter   seconds      objective   decrease       |g|   CG      step   damping    metric"
@@ -354,15 +306,13 @@ class Log:
         self.max_iterations, self.time_limit = limits
         self.stream = stream or sys.stderr
         self.live = self.stream.isatty()
-        self._started = False
         self._last: Record | None = None
 
     def __call__(self, record: Record) -> None:
-        self._last = record
-        clear = "\r\x1b[K" if self.live and self._started else ""
-        if not self._started:
+        clear = "\r\x1b[K" if self.live and self._last is not None else ""
+        if self._last is None:
             print(HEADER, file=self.stream)
-            self._started = True
+        self._last = record
         print(clear + line(record), file=self.stream, flush=True)
         if self.live and record.iteration < self.max_iterations:
             self.stream.write(f"\r… {self._left(record)}")
@@ -370,7 +320,7 @@ class Log:
 
     def end(self, message: str) -> None:
         """Print why the run stopped."""
-        clear = "\r\x1b[K" if self.live and self._started else ""
+        clear = "\r\x1b[K" if self.live and self._last is not None else ""
         print(f"{clear}stopped: {message}", file=self.stream, flush=True)
         if self._last is not None and self._last.processes > 1:
             print(traffic(self._last), file=self.stream, flush=True)

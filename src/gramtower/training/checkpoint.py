@@ -68,9 +68,12 @@ def fingerprint(
     group, rows = problem.shards.group, (problem.shards.left.first, problem.shards.right.first)
     (a, b), loss = problem.weight_arrays, problem.loss
     numbers = [problem.omega, problem.l2, problem.embedding_l2, problem.frequency_power]
-    pairs = _pair_digest(problem, problem.labels)
-    weights = [Digest().add_rows(array, first) for array, first in zip((a, b), rows, strict=True)]
-    weights.append(Digest() if problem.pair_weights is None else _pair_digest(problem, problem.pair_weights))
+    offsets, columns = problem.pairs.offsets.numpy(), problem.pairs.columns.numpy()
+    pairs, by_pair = (
+        Digest() if values is None else sparse_digest(offsets, columns, values, rows[0], problem.shape[1])
+        for values in (problem.labels, problem.pair_weights)
+    )
+    weights = [*(Digest().add_rows(array, first) for array, first in zip((a, b), rows, strict=True)), by_pair]
     imputed = problem.imputed_arrays
     if len(imputed) == 1:
         numbers.append(float(imputed[0]))
@@ -137,16 +140,10 @@ def _text(value: object, rows: Rows, group: Group) -> str:
     return _name(value)
 
 
-def _pair_digest(problem: Problem, values: NDArray[np.generic]) -> Digest:
-    """A digest of the pairs with a number each, independent of how processes divide them."""
-    offsets, columns = problem.pairs.offsets.numpy(), problem.pairs.columns.numpy()
-    return sparse_digest(offsets, columns, values, problem.shards.left.first, problem.shape[1])
-
-
 def sparse_digest(
     offsets: NDArray[np.int64], columns: NDArray[np.integer], values: NDArray[np.generic], first: int, width: int
 ) -> Digest:
-    """A digest of rows of a sparse matrix, which start at row ``first`` of all processes' rows."""
+    """A digest of rows of a sparse matrix from row ``first`` on, independent of how processes divide them."""
     rows = len(offsets) - 1
     if len(columns) < _MANY or not host.has_numba():
         keys = np.repeat(np.arange(first, first + rows), np.diff(offsets)) * width + columns
@@ -234,23 +231,21 @@ def history_path(checkpoint: Path) -> Path:
 
 
 @contextmanager
-def locked(path: Path | None, group: Group = SINGLE, name: str = "checkpoint") -> Iterator[None]:
-    """Hold a lock on a file or folder in the first process; None locks nothing. Errors say ``name``.
+def locked(path: Path, group: Group = SINGLE, name: str = "checkpoint") -> Iterator[None]:
+    """Hold a lock on a file or folder in the first process. Errors say ``name``.
 
     The lock of a folder is a file in it; that of a file is next to it. If another run holds it, every process raises
     ValueError.
     """
     file: int | None = None
-    lock = None
-    if path is not None:
-        lock = path / ".gramtower.lock" if path.is_dir() else path.with_name(path.name + ".lock")
-        with group.together():
-            if group.rank == 0:
-                file = _take(lock, path, name)
+    lock = path / ".gramtower.lock" if path.is_dir() else path.with_name(path.name + ".lock")
+    with group.together():
+        if group.rank == 0:
+            file = _take(lock, path, name)
     try:
         yield
     finally:
-        if file is not None and lock is not None:
+        if file is not None:
             lock.unlink(missing_ok=True)
             os.close(file)
 

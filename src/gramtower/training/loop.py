@@ -16,11 +16,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from gramtower._util import checks as check
@@ -33,7 +34,7 @@ from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.descent import IterationResult, Method, State
 from gramtower.optim.solvers import Solver, as_solver
-from gramtower.training.callbacks import Callback, CallbackList, Log, Started
+from gramtower.training.callbacks import Callback, Log, Started
 from gramtower.training.checkpoint import (
     Saved,
     StoredHistory,
@@ -43,8 +44,9 @@ from gramtower.training.checkpoint import (
     restore,
     write_checkpoint,
 )
-from gramtower.training.result import History, Limits, Reason, Record, Result, Stop
+from gramtower.training.result import Reason, Record, Result, write_history
 
+_Signal = Callable[[], bool]  # whether SIGTERM was received
 _SAME = 1e-3  # a larger relative difference of the objective is not explained by another machine's rounding
 
 
@@ -107,33 +109,32 @@ def minimize(
         >>> result.reason.name, len(result.history), result.value < result.history[0].value
         ('MAX_ITERATIONS', 4, True)
     """
-    called = CallbackList(callbacks)
+    called = _Callbacks(callbacks)
     path = None if checkpoint is None else check.path("checkpoint", checkpoint)
     written = None if history is None else check.path("history", history)
-    run = _Run(problem, towers, as_solver(optimizer, options), seed, validation, validate_at)
-    limits = Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
+    run = _Run(problem, towers, as_solver(optimizer, options), seed, validation, validate_at, path, written)
+    limits = _Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
     if patience is not None and validation is None:
         check.fail("patience", patience, "None, or a validation metric: patience requires `validation`")
     seconds = check.number("checkpoint_seconds", checkpoint_seconds, minimum=0.0)
     spacing = check.count("checkpoint_every", checkpoint_every), seconds
     group = problem.shards.group
     log = Log((max_iterations, time_limit)) if check.flag("verbose", verbose) and group.rank == 0 else None
-    records = History(None if group.rank > 0 else written)
-    run.agree(path, limits)
-    with locked(path, group):
+    run.agree(limits)
+    with nullcontext() if path is None else locked(path, group):
         try:
-            run.begin(path, limits, records)
+            run.begin(limits)
             if log is not None:
-                for record in records.records:
+                for record in run.records:
                     log(record)
-            called.begin(Started(records.records[-1], max_iterations, run.settings(), group.rank == 0))
+            called.begin(Started(run.records[-1], max_iterations, run.settings(), group.rank == 0))
             with _sigterm_deferred(group) as sigterm:
-                stop = run.loop(limits, records, called, log, path, spacing, sigterm)
+                stop = run.loop(limits, called, log, spacing, sigterm)
             if log is not None:
                 log.end(stop.message)
-            result = run.finish(stop, records)
+            result = run.finish(stop)
         except BaseException:
-            called.fail()
+            called.end(None)
             raise
         else:
             called.end(result)
@@ -143,11 +144,37 @@ def minimize(
                 towers.unbind()
 
 
+class _Callbacks:
+    """The callbacks of one run; every callback whose ``begin`` was called gets a call of ``end``."""
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self.callbacks = check.functions("callbacks", callbacks)
+        self._ends: list[Callable[[Result | None], object]] = []
+
+    def begin(self, started: Started) -> None:
+        for one in self.callbacks:
+            if hasattr(one, "begin"):
+                one.begin(started)
+            if hasattr(one, "end"):
+                self._ends.append(one.end)
+
+    def __call__(self, record: Record, point: Point) -> int:
+        """Call all callbacks after an iteration; return how many of them ask to stop."""
+        answers = [one(record, point) for one in self.callbacks]
+        return sum(isinstance(answer, (bool, np.bool_)) and bool(answer) for answer in answers)
+
+    def end(self, result: Result | None) -> None:
+        """Call ``end`` of all callbacks, even if one of them fails; None, after an error, raises no other one."""
+        with nullcontext() if result is not None else suppress(Exception), ExitStack() as stack:
+            while self._ends:
+                stack.callback(self._ends.pop(0), result)
+
+
 @contextmanager
-def _sigterm_deferred(group: Group) -> Iterator[Callable[[], bool]]:
+def _sigterm_deferred(group: Group) -> Iterator[_Signal]:
     """Defer SIGTERM until the loop ends, because several processes must stop after the same iteration.
 
-    Yields a function that returns whether SIGTERM was received. The caller's handler runs after the loop. Nothing
+    The caller's handler runs after the loop. Nothing
     changes for a single process, or if the caller has no handler.
     """
     handler = signal.getsignal(signal.SIGTERM)
@@ -165,6 +192,35 @@ def _sigterm_deferred(group: Group) -> Iterator[Callable[[], bool]]:
 
 
 @dataclass(frozen=True)
+class _Stop:
+    """The reason why a run stops, as in :class:`Result`."""
+
+    reason: Reason
+    message: str
+    non_finite: tuple[str, ...] = ()
+
+
+class _Limits:
+    """The limits of a run, checked; the arguments are those of ``minimize``."""
+
+    def __init__(self, max_iterations: int, time_limit: float | None, tolerance: float, patience: int | None) -> None:
+        self.max_iterations = check.count("max_iterations", max_iterations, minimum=0)
+        self.time_limit = None if time_limit is None else check.number("time_limit", time_limit, minimum=0.0)
+        self.tolerance = check.number("tolerance", tolerance, minimum=0.0)
+        self.patience = None if patience is None else check.count("patience", patience)
+
+    def reached(self, iteration: int, seconds: float, waited: int) -> _Stop | None:
+        """The reason to stop, given the iterations, seconds and validations without improvement, or None."""
+        if self.patience is not None and waited >= self.patience:
+            return _Stop(Reason.EARLY_STOP, Reason.EARLY_STOP.value.format(patience=self.patience))
+        if iteration >= self.max_iterations:
+            return _Stop(Reason.MAX_ITERATIONS, Reason.MAX_ITERATIONS.value.format(iterations=self.max_iterations))
+        if self.time_limit is not None and seconds >= self.time_limit:
+            return _Stop(Reason.TIME_LIMIT, Reason.TIME_LIMIT.value.format(seconds=self.time_limit))
+        return None
+
+
+@dataclass(frozen=True)
 class _Reached:
     """The state of a run after a complete iteration; the next iteration does not change it."""
 
@@ -179,8 +235,8 @@ class _Reached:
     best_metric: float | None = None
 
 
-def _non_finite(what: str, names: list[str]) -> Stop:
-    return Stop(Reason.NON_FINITE, Reason.NON_FINITE.value.format(what=what), tuple(names))
+def _non_finite(what: str, names: list[str]) -> _Stop:
+    return _Stop(Reason.NON_FINITE, Reason.NON_FINITE.value.format(what=what), tuple(names))
 
 
 class _Run:
@@ -194,6 +250,8 @@ class _Run:
         seed: int,
         validation: Callable[[Point], float] | None,
         validate_at: Callable[[int], bool] | None,
+        path: Path | None,
+        written: Path | None,
     ) -> None:
         if not isinstance(problem, Problem):
             check.fail("problem", type(problem).__name__, "a gramtower.Problem")
@@ -205,12 +263,15 @@ class _Run:
         check.functions("validation", () if validation is None else (validation,))
         check.functions("validate_at", () if validate_at is None else (validate_at,))
         self.validation, self.validate_at = validation, validate_at
+        self.path = path  # of the checkpoint
+        self.written = None if self.group.rank > 0 else written  # the file of the records
+        self.records: list[Record] = []
         self.saved_at = 0.0  # seconds at the last checkpoint
         self.reached: _Reached
         self.fingerprint: dict[str, str] = {}
         self.stored: StoredHistory | None = None
 
-    def agree(self, path: Path | None, limits: Limits) -> None:
+    def agree(self, limits: _Limits) -> None:
         """Refuse processes of one run whose settings differ, before anything is computed."""
         if self.group.size == 1:
             return
@@ -218,7 +279,7 @@ class _Run:
         more = {"frequency_power": p.frequency_power, "dtype": str(self.towers.dtype)}
         more |= {"precision": p.precision, "pair_precision": p.pair_precision, "optimizer": optimizer, "seed": seed}
         more |= {f"option {name}": json.dumps(value, default=str) for name, value in options.items()}
-        more |= {"device": self.towers.device.type, "checkpoint": None if path is None else str(path)}
+        more |= {"device": self.towers.device.type, "checkpoint": None if self.path is None else str(self.path)}
         agree(self.group, versions() | self._objective() | more | vars(limits))
 
     def settings(self) -> dict[str, object]:
@@ -232,15 +293,15 @@ class _Run:
         p = self.problem
         return {"loss": p.loss.name, "omega": p.omega, "l2": p.l2, "embedding_l2": p.embedding_l2}
 
-    def begin(self, path: Path | None, limits: Limits, records: History) -> None:
+    def begin(self, limits: _Limits) -> None:
         """Evaluate the start, or resume from a checkpoint."""
-        problem, towers = self.problem, self.towers
+        problem, towers, path = self.problem, self.towers, self.path
         towers.join(problem.shards, problem.left, problem.right)
         if path is not None:
             self.fingerprint = fingerprint(problem, towers, *self._identity, self.validation, limits.patience)
             self.stored = StoredHistory(path)
         if path is not None and self.group.from_first(path.exists()):
-            self._resume(path, records)
+            self._resume(path)
             return
         earlier, start = problem.work.copy(), time.perf_counter()
         point = problem.at(towers)
@@ -249,11 +310,16 @@ class _Run:
         seconds = self._first(time.perf_counter() - start)
         first = _Reached(point, self.method.state(), seconds=seconds, work=problem.work.since(earlier))
         first, metric = self._validate(first)
-        records.begin([])
-        records.add(self._record(first, None, point.value, metric))
+        self._keep([self._record(first, None, point.value, metric)])
         self.reached = first
 
-    def _resume(self, path: Path, records: History) -> None:
+    def _keep(self, records: list[Record]) -> None:
+        """Make these the records of the run, also in the file."""
+        self.records = list(records)
+        if self.written is not None:
+            write_history(self.written, records)
+
+    def _resume(self, path: Path) -> None:
         problem, like = self.problem, self.towers.parameters()
         saved, self.stored = read_checkpoint(path, self.fingerprint, like, problem.shards, self.towers.device)
         if saved.memory_budget:  # the same blocks and rounding, unless the problem has a budget
@@ -273,18 +339,11 @@ class _Run:
             point, self.method.state(), last.iteration, saved.seconds, Work(**saved.work), saved.waited,
             saved.first_norm, saved.best, saved.best_metric,
         )  # fmt: skip
-        records.begin(saved.history)
+        self._keep(saved.history)
 
     def loop(
-        self,
-        limits: Limits,
-        records: History,
-        callbacks: CallbackList,
-        log: Log | None,
-        path: Path | None,
-        spacing: tuple[int, float],
-        sigterm: Callable[[], bool],
-    ) -> Stop:
+        self, limits: _Limits, callbacks: _Callbacks, log: Log | None, spacing: tuple[int, float], sigterm: _Signal
+    ) -> _Stop:
         """Iterate until there is a reason to stop."""
         if bad := self.reached.point.terms.non_finite():
             return _non_finite("at the start, the term " + ", ".join(bad), bad)
@@ -293,27 +352,26 @@ class _Run:
                 result, seconds, work = self._iterate()
                 if (stop := self._failed(result)) is not None:
                     break
-                record = self._step_to(result, seconds, work, records)
+                record = self._step_to(result, seconds, work)
                 if log is not None:
                     log(record)
                 asked = callbacks(record, self.reached.point)
                 due = record.iteration % spacing[0] == 0 and record.seconds - self.saved_at >= spacing[1]
-                if path is not None and due:
-                    self._save(path, records)
+                if due:
+                    self._save()
                 stopping, terminated = self.group.totals(asked, sigterm())
                 assert self.reached.first_norm is not None
                 small = result.gradient_norm <= limits.tolerance * self.reached.first_norm and result.trials
                 if terminated or stopping or small:
                     reason = Reason.INTERRUPTED if terminated else Reason.CALLBACK if stopping else Reason.TOLERANCE
-                    stop = Stop(reason, reason.value)
+                    stop = _Stop(reason, reason.value)
                     break
         except KeyboardInterrupt:
             if self.group.size > 1:  # processes may be in different iterations: only the last checkpoint is consistent
                 raise
-            stop = Stop(Reason.INTERRUPTED, Reason.INTERRUPTED.value)
-            records.cut(self.reached.iteration + 1)
-        if path is not None:
-            self._save(path, records)
+            stop = _Stop(Reason.INTERRUPTED, Reason.INTERRUPTED.value)
+            self._keep(self.records[: self.reached.iteration + 1])
+        self._save()
         assert stop is not None
         if stop.reason is Reason.INTERRUPTED and self.group.size > 1:
             raise KeyboardInterrupt
@@ -330,7 +388,7 @@ class _Run:
             result.point = self.problem.at(self.towers, result.parameters)
         return result, seconds, work
 
-    def _step_to(self, result: IterationResult, seconds: float, work: Work, records: History) -> Record:
+    def _step_to(self, result: IterationResult, seconds: float, work: Work) -> Record:
         """Validate and record the new point, and make it the current point."""
         assert result.point is not None
         before = self.reached
@@ -341,29 +399,32 @@ class _Run:
         )  # fmt: skip
         now, metric = self._validate(now)
         record = self._record(now, result, before.point.value, metric)
-        records.add(record)
+        self.records.append(record)
+        if self.written is not None:
+            with self.written.open("a") as file:
+                file.write(record.to_json() + "\n")
         self.reached = now
         return record
 
-    def finish(self, stop: Stop, records: History) -> Result:
+    def finish(self, stop: _Stop) -> Result:
         """Set the towers to the best point and return the result."""
         reached = self.reached
         parameters, value = reached.point.parameters, reached.point.value
         if reached.best is not None:
             parameters = reached.best
-            value = next(r.value for r in records.records if r.metric == reached.best_metric)  # the first of equals
+            value = next(r.value for r in self.records if r.metric == reached.best_metric)  # the first of equals
         self.towers.bind(parameters)
         return Result(
-            stop.reason, stop.message, records.records, parameters, value, reached.best_metric, list(stop.non_finite)
+            stop.reason, stop.message, self.records, parameters, value, reached.best_metric, list(stop.non_finite)
         )
 
-    def _failed(self, result: IterationResult) -> Stop | None:
+    def _failed(self, result: IterationResult) -> _Stop | None:
         """The reason to stop if an iteration found no point, or one that is not finite."""
         if result.point is None:
             if result.gradient_norm < float("inf"):
                 dtype = str(self.towers.dtype).removeprefix("torch.")
                 further = "" if dtype == "float64" else "; towers.to(torch.float64) can go further"
-                return Stop(Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(dtype=dtype, further=further))
+                return _Stop(Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(dtype=dtype, further=further))
             return _non_finite("the gradient", ["gradient"])
         if bad := result.point.terms.non_finite():
             return _non_finite("the term " + ", ".join(bad), bad)
@@ -395,13 +456,15 @@ class _Run:
             bytes=self.group.total_bytes, product_bytes=self.group.product_bytes,
         )  # fmt: skip
 
-    def _save(self, path: Path, records: History) -> None:
+    def _save(self) -> None:
+        """Write a checkpoint, if the run has a path for it."""
+        if self.path is None or self.stored is None:
+            return
         reached = self.reached
         budget = self.problem.planned_budgets.get(self.towers.device, 0)
         saved = Saved(
             reached.point.parameters, reached.method, reached.seconds, dict(vars(reached.work)), budget,
-            records.records, reached.best, reached.best_metric, reached.waited, reached.first_norm,
+            self.records, reached.best, reached.best_metric, reached.waited, reached.first_norm,
         )  # fmt: skip
-        assert self.stored is not None
-        write_checkpoint(path, self.fingerprint, saved, self.stored, self.problem.shards)
+        write_checkpoint(self.path, self.fingerprint, saved, self.stored, self.problem.shards)
         self.saved_at = reached.seconds

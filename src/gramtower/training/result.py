@@ -1,8 +1,9 @@
-"""The result of a run: a record for each iteration, the reason for stopping, and the final point; and the limits."""
+"""The result of a run: a record for each iteration, the reason for stopping, and the final point."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -31,15 +32,6 @@ class Reason(Enum):
     EARLY_STOP = "the validation metric did not improve for {patience} evaluations; the best point was restored"
     CALLBACK = "a callback asked to stop"
     INTERRUPTED = "interrupted; the best point so far was kept"
-
-
-@dataclass(frozen=True)
-class Stop:
-    """The reason why a run stops, as in :class:`Result`."""
-
-    reason: Reason
-    message: str
-    non_finite: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,29 +118,9 @@ class Result:
         return html.card("Result", html.facts(facts), drawn, html.note(f"Stopped: {self.message}"))
 
 
-@dataclass
-class History:
-    """The records of a run, in memory and, if there is a path, in a JSONL file."""
-
-    path: Path | None = None
-    records: list[Record] = field(default_factory=list)
-
-    def begin(self, records: list[Record]) -> None:
-        """Start with the given records; rewrites the file."""
-        self.records = list(records)
-        if self.path is not None:
-            write_text(self.path, "".join(record.to_json() + "\n" for record in records))
-
-    def cut(self, count: int) -> None:
-        """Keep only the first ``count`` records, also in the file."""
-        self.begin(self.records[:count])
-
-    def add(self, record: Record) -> None:
-        """Append a record."""
-        self.records.append(record)
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.write(record.to_json() + "\n")
+def write_history(path: Path, records: Iterable[Record]) -> None:
+    """Write records to a JSONL file, in one step."""
+    write_text(path, "".join(record.to_json() + "\n" for record in records))
 
 
 def read_history(path: str | Path) -> list[Record]:
@@ -170,23 +142,3 @@ def read_history(path: str | Path) -> list[Record]:
             values = line
         records.append(build(f"{path}, line {number}", Record, values))
     return records
-
-
-class Limits:
-    """The limits of a run, checked; the arguments are those of ``minimize``."""
-
-    def __init__(self, max_iterations: int, time_limit: float | None, tolerance: float, patience: int | None) -> None:
-        self.max_iterations = check.count("max_iterations", max_iterations, minimum=0)
-        self.time_limit = None if time_limit is None else check.number("time_limit", time_limit, minimum=0.0)
-        self.tolerance = check.number("tolerance", tolerance, minimum=0.0)
-        self.patience = None if patience is None else check.count("patience", patience)
-
-    def reached(self, iteration: int, seconds: float, waited: int) -> Stop | None:
-        """The reason to stop, given the iterations, seconds and validations without improvement, or None."""
-        if self.patience is not None and waited >= self.patience:
-            return Stop(Reason.EARLY_STOP, Reason.EARLY_STOP.value.format(patience=self.patience))
-        if iteration >= self.max_iterations:
-            return Stop(Reason.MAX_ITERATIONS, Reason.MAX_ITERATIONS.value.format(iterations=self.max_iterations))
-        if self.time_limit is not None and seconds >= self.time_limit:
-            return Stop(Reason.TIME_LIMIT, Reason.TIME_LIMIT.value.format(seconds=self.time_limit))
-        return None

@@ -16,8 +16,7 @@ from gramtower._util import html
 from gramtower._util.checks import config_hidden
 from gramtower._util.files import config_text, plain, write_text
 from gramtower._util.schema import build
-from gramtower.experiments.figures import search_figure
-from gramtower.experiments.page import circumstances, drawn, table
+from gramtower.experiments.figures import circumstances, drawn, search_figure, table
 from gramtower.experiments.tuning.space import Value
 from gramtower.experiments.tuning.study import Tried, pick
 from gramtower.model.settings import SETTINGS

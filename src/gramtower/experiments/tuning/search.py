@@ -189,7 +189,7 @@ class _Run:
 
     def search(self, trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""
-        self._drop()  # files that a killed process did not delete
+        self.solutions.drop({t.number: t.value for t in self.log.trials})  # files that a killed process did not delete
         self.first_seconds = next((t.seconds for t in self.log.trials), 0.0)
         while self.log.ended < trials and not self._late(self._kept_back()) and not self.interrupted:
             self._trial()
@@ -200,13 +200,13 @@ class _Run:
         """Return the result; its winner started cold, or was trained again from a cold start if there was time."""
         while not self.interrupted and len(self.again) < _CONFIRM:
             best = self.result().best
-            if (
-                best.started_cold
-                or self._confirmed(best, lambda tried: self._train(tried.settings, None, None, True)) is None
-            ):
+            if best.started_cold or self._confirmed(best, self._cold) is None:
                 break
         found = self.result()
         return found if found.best.started_cold else self.result(cold_only=True)
+
+    def _cold(self, tried: Tried) -> Outcome:
+        return self._train(tried.settings, None, None, True)
 
     def _confirmed(self, tried: Tried, train: Callable[[Tried], Outcome]) -> Tried | None:
         """Return the record of a trial trained once more, from the log or now; None without time or memory."""
@@ -341,9 +341,6 @@ class _Run:
         self.log.keep(Tried.of(number, settings, outcome, near))
         if not finished:
             self.first_seconds = time.perf_counter() - asked
-        self._drop()
-
-    def _drop(self) -> None:
         self.solutions.drop({t.number: t.value for t in self.log.trials})
 
     def _train(

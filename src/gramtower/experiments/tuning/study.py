@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from gramtower.engine.kernels.elementwise import Loss
 from gramtower.experiments.run_store import RunStore
 from gramtower.experiments.tuning.space import (
     LOGARITHMIC,
+    RANGES,
     SIZES,
     Choices,
     Range,
@@ -107,11 +108,7 @@ class Tried:
 
 def pick(trials: Sequence[Tried]) -> Tried:
     """Return the trial with the largest metric, the earliest of equals; one that was stopped early only if all were."""
-    return max(trials, key=_rank)
-
-
-def _rank(trial: Tried) -> tuple[bool, float, int]:
-    return not trial.pruned, trial.value, -trial.number
+    return max(trials, key=lambda trial: (not trial.pruned, trial.value, -trial.number))
 
 
 class Verdict(NamedTuple):
@@ -175,13 +172,12 @@ def distance(one: Mapping[str, Value], other: Mapping[str, Value]) -> float:
     if any(one.get(name) != other.get(name) for name in SAME):
         return math.inf
     steps = []
-    for name in ("omega", "l2", "penalty", "frequency_power", "left_power", "right_power"):
-        if name in one and name in other:
-            a, b = float(one[name]), float(other[name])
-            if name in LOGARITHMIC:
-                steps.append(math.inf if min(a, b) <= 0 < max(a, b) else math.log2(a / b) if a > 0 else 0.0)
-            else:
-                steps.append(4 * (a - b))
+    for name in [name for name in RANGES if name in one and name in other]:
+        a, b = float(one[name]), float(other[name])
+        if name in LOGARITHMIC:
+            steps.append(math.inf if min(a, b) <= 0 < max(a, b) else math.log2(a / b) if a > 0 else 0.0)
+        else:
+            steps.append(4 * (a - b))
     return math.hypot(*steps)
 
 
@@ -279,6 +275,9 @@ class _Failed:
     why: str
 
 
+_Record = TypeVar("_Record", Tried, _Failed)
+
+
 class Log:
     """The records of a search; trials are numbered as they end."""
 
@@ -312,24 +311,21 @@ class Log:
 
     def keep(self, tried: Tried) -> None:
         """Add the record of a trial."""
-        self._write(f"trial-{tried.number}", tried)
-        self.trials.append(tried)
+        self.trials.append(self._written(f"trial-{tried.number}", tried))
 
     def fail(self, settings: dict[str, Value], why: str) -> None:
         """Add a trial without a value."""
-        failed = _Failed(self.ended, settings, why)
-        self._write(f"failed-{failed.number}", failed)
-        self.failed.append(failed)
+        self.failed.append(self._written(f"failed-{self.ended}", _Failed(self.ended, settings, why)))
 
     def confirm(self, again: Tried) -> None:
         """Add the record of a trial that was trained once more."""
-        self._write(f"confirmation-{len(self.confirmations)}", again)
-        self.confirmations.append(again)
+        self.confirmations.append(self._written(f"confirmation-{len(self.confirmations)}", again))
 
-    def _write(self, name: str, record: Tried | _Failed) -> None:
+    def _written(self, name: str, record: _Record) -> _Record:
         if not self.store.manifest.exists():  # only now: a search whose defaults cannot be trained leaves nothing
             self.store.write_manifest(self.about)
         self.store.write_run(name, record)
+        return record
 
     def ask(self, allow_larger: bool = True) -> dict[str, Value]:
         """Return the next settings to try."""

@@ -88,35 +88,24 @@ def outcome(curve: Sequence[float], warm: bool, rough: bool = False) -> tuple[fl
 
 _SCORES = {"cpu": 2 * 10**8, "cuda": 4 * 10**9}  # most scores computed for one look at the validation part
 
-
 #: Metrics that a report has next to the one that is maximised: lists can gain by one and lose by another.
 REPORTED = ("map@5", "recall@20", "ndcg@20")
 
 
 @dataclass
 class Outcome:
-    """The end of a trial."""
+    """The end of a trial; see :class:`gramtower.experiments.tuning.study.Tried` for the fields of the same names."""
 
+    value: float
+    iteration: int
     curve: list[float]
     seconds: float
     reason: Reason
     pruned: bool
-    late: bool
-    warm: bool
+    late: bool  # whether it was stopped by the time limit of the search
     parameters: Tensor
-    rough: bool = False
     without: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def value(self) -> float:
-        """The metric that counts."""
-        return outcome(self.curve, self.warm, self.rough)[0]
-
-    @property
-    def iteration(self) -> int:
-        """The iteration at which it was reached."""
-        return outcome(self.curve, self.warm, self.rough)[1]
 
 
 @dataclass(frozen=True)
@@ -185,13 +174,17 @@ def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str,
     """Return the settings that a model has without tuning, by the names of the search space."""
     given_features = any(features is not None for features in parts.features)
     problem = make_problem(model, data)
+
+    def power(name: str, weights: object) -> float:  # s of "degree^s"; 0 for none, and for an array
+        return degree_power(name, weights) if isinstance(weights, str) else 0.0
+
     return {
         "omega": problem.omega,
         "l2": problem.l2,
         "penalty": problem.embedding_l2 / rescaled_penalty(1.0, model.frequency_power, data.matrix, problem.omega),
         "frequency_power": model.frequency_power,
-        "left_power": weights_power("left_weights", left_weights(model)),
-        "right_power": weights_power("right_weights", right_weights(model, data)),
+        "left_power": power("left_weights", left_weights(model)),
+        "right_power": power("right_weights", right_weights(model, data)),
         "imputed": imputed_label(model),
         "dim": data.dim,
         "hidden": hidden_text(data.hidden),
@@ -200,11 +193,6 @@ def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str,
         "loss": model.loss if isinstance(model.loss, str) else model.loss.name,
         "features": "given" if given_features else "ids",
     }
-
-
-def weights_power(name: str, weights: object) -> float:
-    """Return s of the weights ``"degree^s"``; 0 for none, and for an array."""
-    return degree_power(name, weights) if isinstance(weights, str) else 0.0
 
 
 def model_arguments(
@@ -308,14 +296,15 @@ def run_trial(
         **model.solver_options(),
     )  # fmt: skip
     best_or_last = result.parameters.vector if last is None or (warm is None and not rough) else last
-    seconds = result.history[-1].seconds
-    outcome = Outcome(curve, seconds, result.reason, pruned, late, warm is not None, best_or_last, rough)
-    ended = not (pruned or late or result.reason is Reason.INTERRUPTED)
-    if ended and (first is None or outcome.value > first):
+    value, iteration = outcome(curve, warm is not None, rough)
+    seconds, reason = result.history[-1].seconds, result.reason
+    found = Outcome(value, iteration, curve, seconds, reason, pruned, late, best_or_last)
+    ended = not (pruned or late or reason is Reason.INTERRUPTED)
+    if ended and (first is None or value > first):
         towers.load(best_or_last)
         point = problem.at(towers)
-        outcome.without = measure.without(point, seed)
+        found.without = measure.without(point, seed)
         names = tuple(dict.fromkeys((model.metric, *REPORTED)))
-        found = measure.scores(point, names)
-        outcome.metrics = {name: float(found[name]) for name in names}
-    return outcome
+        scores = measure.scores(point, names)
+        found.metrics = {name: float(scores[name]) for name in names}
+    return found
