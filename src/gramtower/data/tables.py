@@ -42,9 +42,9 @@ from gramtower.data.encoders import (
     from_plain,
     to_plain,
 )
-from gramtower.data.features import MatrixLike
 from gramtower.data.frames import Choice, TableLike
 from gramtower.data.ids import IdsLike, Key, id_array, id_series, index_of, join
+from gramtower.data.pairs import MatrixLike
 from gramtower.data.sources import PathLike, existing, reading
 
 if TYPE_CHECKING:

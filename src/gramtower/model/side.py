@@ -23,7 +23,6 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.data import frames
-from gramtower.data.features import as_features
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import (
     IdsLike,
@@ -41,6 +40,7 @@ from gramtower.data.ids import (
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix, canonical, resized
 from gramtower.data.merge import warn_of_ids
+from gramtower.data.pairs import as_features
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.engine.towers.towers import Towers
 from gramtower.model.feature_spec import FeatureSpec, IdArray, is_sparse, new_matrix

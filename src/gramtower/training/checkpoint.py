@@ -33,7 +33,7 @@ from gramtower._util import host
 from gramtower._util.files import take_lock
 from gramtower._util.schema import build
 from gramtower._util.torch_runtime import parallel_for
-from gramtower.data.features import Features
+from gramtower.data.pairs import Features
 from gramtower.distributed import shard_files
 from gramtower.distributed.agreement import Digest
 from gramtower.distributed.group import SINGLE, Group

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramtower.data.features import Block, Features, SparseBlock
+from gramtower.data.pairs import Block, Features, SparseBlock
 from gramtower.distributed.group import Group
 from gramtower.engine.towers.layer_factors import mean_column, outer
 from gramtower.engine.towers.steps import (

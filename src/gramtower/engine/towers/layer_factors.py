@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gramtower.data.features import SparseBlock
+from gramtower.data.pairs import SparseBlock
 
 
 @dataclass

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
-from gramtower.data.features import Block, Features
+from gramtower.data.pairs import Block, Features
 from gramtower.distributed.group import Group
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.towers.layer_factors import Factors, Noise, root
