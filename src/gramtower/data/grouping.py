@@ -7,7 +7,7 @@
 
 So in addition to the arrays of the result there are a few pieces and a bucket for each thread: memory of a bucket is
 allocated as rows are moved there, while that of pieces is freed (host.own_pages). The result equals that of
-merge.ordered_merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
+matrices.ordered_merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
 
 :func:`by_column` sorts the entries of a CSR pattern by column in the same two steps, which are stable: the entries of a
 column are in the order of rows, for any number of threads. Cost: O(|O|) time; 4 bytes for each entry besides results.

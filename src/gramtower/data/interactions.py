@@ -1,7 +1,7 @@
 """Interactions: observed pairs with ids, weights and times, read from files, frames or arrays into one CSR matrix.
 
 Ids are whole numbers or text (data/ids.py has the rules); rows are numbered in order of first appearance among the rows
-kept. Cost: O(rows) time and memory in addition to reading the file; data/merge.py describes the order of entries.
+kept. Cost: O(rows) time and memory in addition to reading the file; data/matrices.py describes the order of entries.
 """
 
 from __future__ import annotations
@@ -34,8 +34,17 @@ from gramtower.data.ids import (
     moments,
     rows_of,
 )
-from gramtower.data.matrices import SparseMatrix, are_one_set, canonical, checked, entry_mask
-from gramtower.data.merge import Rule, assemble, given_ids, warn_of_header
+from gramtower.data.matrices import (
+    Rule,
+    SparseMatrix,
+    are_one_set,
+    assemble,
+    canonical,
+    checked,
+    entry_mask,
+    given_ids,
+    warn_of_header,
+)
 from gramtower.data.sources import PathLike, existing, reading
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from gramtower._util.torch_runtime import parallel_for
 from gramtower.data import frames
 from gramtower.data.frames import Choice
 from gramtower.data.ids import integers
-from gramtower.data.merge import Fields, Rule, check_rows
+from gramtower.data.matrices import Fields, Rule, check_rows
 from gramtower.data.sources import reading
 
 if TYPE_CHECKING:  # compiled by numba

@@ -21,8 +21,7 @@ from gramtower.data import frames
 from gramtower.data.frames import Column
 from gramtower.data.ids import Key, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike, pairs_of, union
-from gramtower.data.matrices import SparseMatrix, checked, resized
-from gramtower.data.merge import warn_of_pairs
+from gramtower.data.matrices import SparseMatrix, checked, resized, warn_of_pairs
 from gramtower.data.splits import per_user
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.agreement import Digest, agree

@@ -38,8 +38,7 @@ from gramtower.data.ids import (
     rows_of,
 )
 from gramtower.data.interactions import Interactions
-from gramtower.data.matrices import SparseMatrix, canonical, resized
-from gramtower.data.merge import warn_of_ids
+from gramtower.data.matrices import SparseMatrix, canonical, resized, warn_of_ids
 from gramtower.data.pairs import as_features
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.engine.towers.towers import Towers

@@ -27,7 +27,7 @@ from gramtower.data import frames, sources
 from gramtower.data.frames import Column
 from gramtower.data.ids import Coded, as_objects
 from gramtower.data.interactions import Interactions
-from gramtower.data.merge import Rule, assemble
+from gramtower.data.matrices import Rule, assemble
 from gramtower.data.readers.item_lists import one_byte
 from gramtower.data.sources import BOM, PathLike, existing, members, read_members, reading
 
