@@ -1,4 +1,4 @@
-"""The sums of agreement.Digest over the entries of sparse rows, compiled by numba; imported only for many entries."""
+"""The sums of group.Digest over the entries of sparse rows, compiled by numba; imported only for many entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower._util.compiled import compiled
-from gramtower.distributed.agreement import mix
+from gramtower.distributed.group import mix
 
 _mix: Any = compiled(inline="always")(mix)
 

@@ -35,8 +35,7 @@ from gramtower._util.schema import build
 from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.pairs import Features
 from gramtower.distributed import shard_files
-from gramtower.distributed.agreement import Digest
-from gramtower.distributed.group import SINGLE, Group
+from gramtower.distributed.group import SINGLE, Digest, Group
 from gramtower.distributed.shards import Rows, Sharded, Shards
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
