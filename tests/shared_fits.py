@@ -10,7 +10,7 @@ from torch import nn
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
-from gramtower.distributed import watch
+from gramtower.distributed import group as processes_module
 from gramtower.distributed.group import SINGLE, current_group
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.towers import stack
@@ -252,8 +252,6 @@ def disagreements(folder):
     attempt("dim", lambda: gt.TwoTower(dim=8 if odd else None, **options).fit(pairs))
     attempt("embedding_l2", lambda: gt.TwoTower(embedding_l2=0.004 if odd else None, **options).fit(pairs))
     attempt("hidden", lambda: gt.TwoTower(hidden="8" if odd else (8,), **options).fit(pairs))
-    import numpy as np
-
     from gramtower.model import defaults
 
     real_memory = defaults.total_memory
@@ -286,7 +284,7 @@ def misbehave(folder, how):
 
     fit(SINGLE, max_iterations=1)  # compiles, for which nobody has to wait
     torch.distributed.barrier()
-    watch._BEAT = 1.0
+    processes_module._BEAT = 1.0
     fit(group(), max_iterations=50, callbacks=[callback])
 
 
