@@ -34,6 +34,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,14 +55,11 @@ _PATIENCE = 0.8  # share of the time-out after which a waiting process says whom
 _CHUNK = 1 << 16  # entries at a time, so that what numpy makes of them on the way stays in cache
 
 
+@dataclass(frozen=True)
 class Pending:
     """An asynchronous operation; ``wait()`` completes it and returns the result."""
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        return self._finish()
+    wait: Callable[[], Tensor]
 
 
 class Group:
@@ -128,9 +126,6 @@ class Group:
         """Reduce-scatter: sum ``rows`` over processes, keep this rank's slice; ``counts`` are the rows of each."""
         return Pending(lambda: rows)
 
-    def barrier(self) -> None:
-        """Wait for all processes."""
-
 
 SINGLE = Group()
 
@@ -138,20 +133,17 @@ SINGLE = Group()
 class ProcessGroup(Group):
     """The processes of torch.distributed's default group, which must be initialised."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self) -> None:
         import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
 
         super().__init__()
         self._dist = dist
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        if device is None:
-            cuda = dist.get_backend() == "nccl"
-            device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.device = device
+        cuda = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        from torch.distributed.distributed_c10d import _get_default_store
-
         self.watch = Watch(_get_default_store(), self.rank, self.size, _timeout(self.device))
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -240,15 +232,10 @@ class ProcessGroup(Group):
 
         return Pending(finish)
 
-    def barrier(self) -> None:
-        self.totals(0.0)
-
     def _call(self, name: str, operation: Callable[[], T]) -> T:
         self.watch.begin(name)
         try:
             return operation()
-        except PeerError:
-            raise
         except RuntimeError as error:
             raise self.watch.explain(error) from error
 
@@ -262,6 +249,11 @@ def current_group() -> Group:
     return _made_once(dist.group.WORLD)
 
 
+@lru_cache(maxsize=1)
+def _made_once(_: object) -> ProcessGroup:
+    return ProcessGroup()
+
+
 def _timeout(device: torch.device) -> float:
     """Seconds after which an operation fails; torch has no public attribute for it."""
     from torch.distributed.distributed_c10d import _get_default_group
@@ -270,11 +262,6 @@ def _timeout(device: torch.device) -> float:
         return float(_get_default_group()._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):
         return 600.0
-
-
-@lru_cache(maxsize=1)
-def _made_once(_: object) -> ProcessGroup:
-    return ProcessGroup()
 
 
 def agree(group: Group, facts: Mapping[str, object]) -> None:
@@ -290,10 +277,9 @@ def versions() -> dict[str, str]:
     """Versions of packages that must be equal in every process."""
     from importlib.metadata import version
 
-    torch_version = str(torch.__version__).split("+")[0]
     return {
         "version of gramtower": version("gramtower"),
-        "version of torch": torch_version,
+        "version of torch": str(torch.__version__).split("+")[0],
         "version of numpy": np.__version__,
         "version of python": platform.python_version(),
     }
@@ -307,7 +293,7 @@ class Digest:
 
     def add(self, keys: NDArray[np.integer], values: NDArray[np.number]) -> Digest:
         """Add entries: a distinct integer and a number for each."""
-        return self._add(len(keys), lambda part: keys[part].astype(np.uint64), values)
+        return self._add(lambda part: keys[part].astype(np.uint64), values)
 
     def add_rows(self, array: ArrayLike | None, first: int) -> Digest:
         """Add an array whose first row has the global number ``first``; None adds nothing."""
@@ -316,9 +302,7 @@ class Digest:
         plain = np.asarray(array)
         begin = first * (plain[:1].size or 1)
         flat = np.ascontiguousarray(plain).reshape(-1)
-        return self._add(
-            len(flat), lambda part: np.arange(part.start + begin, part.stop + begin, dtype=np.uint64), flat
-        )
+        return self._add(lambda part: np.arange(part.start + begin, part.stop + begin, dtype=np.uint64), flat)
 
     def add_sums(self, sums: NDArray[np.uint64]) -> Digest:
         """Add the sums of another Digest or of entry_sums."""
@@ -331,8 +315,8 @@ class Digest:
         parts = group.gather_json([int(x) for x in self._sums])
         return "".join(f"{sum(part[half] for part in parts) % 2**64:016x}" for half in range(2))
 
-    def _add(self, total: int, keys: Callable[[slice], NDArray[np.uint64]], values: NDArray[np.number]) -> Digest:
-        bounds = [*range(0, total, _CHUNK), total]
+    def _add(self, keys: Callable[[slice], NDArray[np.uint64]], values: NDArray[np.number]) -> Digest:
+        bounds = [*range(0, len(values), _CHUNK), len(values)]
         sums: NDArray[np.uint64] = np.zeros((len(bounds), 2), np.uint64)
 
         def work(start: int, stop: int) -> None:
@@ -358,14 +342,7 @@ class PeerError(RuntimeError):
 
 
 class Watch:
-    """Writes this process's line and reads the others'.
-
-    Args:
-        store: what torch.distributed keeps small values in.
-        rank: of this process.
-        size: number of processes.
-        timeout: seconds after which an operation fails.
-    """
+    """Writes this process's line and reads the others'; operations fail after ``timeout`` seconds."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
         self._store, self.rank, self.size, self.timeout = store, rank, size, timeout
@@ -382,7 +359,6 @@ class Watch:
         self.operation = operation
 
     def close(self) -> None:
-        """Write no more."""
         self._stop.set()
         self._thread.join(timeout=5.0)
 
@@ -395,21 +371,23 @@ class Watch:
         for rank, (before, now) in enumerate(zip(first, second, strict=True)):
             if rank == self.rank:
                 continue
+            name = f"process {rank} of {self.size}"
             if now is None:
-                reports.append(f"process {rank} of {self.size} never began")
-            elif before is not None and before["beats"] == now["beats"]:
-                reports.append(f"process {rank} of {self.size} ({_where(now)}) is gone: it gives no sign of life")
+                reports.append(f"{name} never began")
+                continue
+            name = f"{name} (pid {now['pid']} on {now['host']})"
+            if before is not None and before["beats"] == now["beats"]:
+                reports.append(f"{name} is gone: it gives no sign of life")
             elif now["begun"] < self.begun:
                 reports.append(
-                    f"process {rank} of {self.size} ({_where(now)}) is hung: it lives but has begun {now['begun']} "
-                    f"operations, the last of them {now['operation']}, where this process has begun {self.begun}"
+                    f"{name} is hung: it lives but has begun {now['begun']} operations, the last of them "
+                    f"{now['operation']}, where this process has begun {self.begun}"
                 )
         return "; ".join(reports)
 
-    def explain(self, error: BaseException) -> PeerError:
+    def explain(self, error: RuntimeError) -> PeerError:
         """An error that names the missing processes."""
-        found = self.missing() or "no process is missing"
-        short = " ".join(str(error).split())[:300]
+        found, short = self.missing() or "no process is missing", " ".join(str(error).split())[:300]
         return PeerError(
             f"process {self.rank} of {self.size} could not end {self.operation}: {found}. "
             f"The last checkpoint is whole; the same command goes on from it. ({short})"
@@ -440,7 +418,3 @@ class Watch:
                 line: dict[str, Any] = json.loads(self._store.get(f"gramtower/{rank}"))
                 return line
         return None
-
-
-def _where(line: dict[str, object]) -> str:
-    return f"pid {line['pid']} on {line['host']}"
