@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -59,7 +58,8 @@ class ListFile:
         k: int,
         marks: Mapping[str, object],
     ) -> None:
-        if path.suffix.lower() not in ENDINGS:
+        self._ending = path.suffix.lower()
+        if self._ending not in ENDINGS:
             check.fail("path", path, ".parquet, .csv or .tsv")
         if path.is_dir():
             check.fail("path", f"{path}, a folder", "a file, or a new name")
@@ -90,7 +90,7 @@ class ListFile:
         """Write the lists of a part, as top_k returns them; returns the number of answers."""
         table = self._table(part * self.rows, columns, values)
         with replacing(self._name(part)) as partial:
-            if self.path.suffix.lower() == ".parquet":
+            if self._ending == ".parquet":
                 table.write_parquet(partial, compression="lz4", statistics=False)  # the join takes its time
             else:
                 table.write_csv(partial, separator=frames.separator_of(self.path), include_header=part == 0)
@@ -100,7 +100,7 @@ class ListFile:
         """Join the parts into the table, which replaces an older one, and remove them."""
         names = [self._name(part) for part in range(self.parts)]
         with replacing(self.path) as partial:
-            if self.path.suffix.lower() == ".parquet":
+            if self._ending == ".parquet":
                 frames.polars().scan_parquet([name.absolute() for name in names], glob=False).sink_parquet(partial)
             else:
                 with partial.open("wb") as whole:
@@ -112,7 +112,7 @@ class ListFile:
     def room(self) -> int:
         """Estimate the bytes of parts and table."""
         answers, left, right = self.lists * self._k, _length(self._left), _length(self._right)
-        if self.path.suffix.lower() != ".parquet":
+        if self._ending != ".parquet":
             return round(2 * answers * (left + right + len(str(self._k)) + _SCORE + len(COLUMNS)))
         known = min(len(self._right), self.rows * self._k)  # each part has a dictionary of its ids
         return round(2 * (answers * (4 + 1 + _PLACE) + self.lists * left + self.parts * known * right))
@@ -124,11 +124,10 @@ class ListFile:
         right = self._right.gather(pl.Series(columns[kept], dtype=pl.UInt32))
         rank = pl.Series((places + 1).astype(np.int32))
         made = left, rank, right, pl.Series(values[kept])
-        table: DataFrame = pl.DataFrame([column.alias(name) for name, column in zip(COLUMNS, made, strict=True)])
-        return table
+        return cast("DataFrame", pl.DataFrame(dict(zip(COLUMNS, made, strict=True))))
 
     def _name(self, part: int) -> Path:
-        return self.folder / f"part-{part:06d}{self.path.suffix.lower()}"
+        return self.folder / f"part-{part:06d}{self._ending}"
 
     def _has_only_parts(self) -> bool:
         """Whether the folder has only parts and no manifest, as an interrupted start or end leaves it."""
@@ -167,15 +166,12 @@ class ListFile:
 
 def _column(ids: Ids | None, size: int) -> Series:
     pl = frames.polars()
-    if ids is None:
-        return cast("Series", pl.Series(np.arange(size, dtype=np.int64)))
-    if ids.dtype != object:
-        return cast("Series", pl.Series(ids))
+    if ids is None or ids.dtype != object:
+        return cast("Series", pl.Series(np.arange(size, dtype=np.int64) if ids is None else ids))
     for key in ids.tolist():
         if not isinstance(key, str):
-            check.fail(
-                "right_features", f"an entity called {key!r}", "a table with a column of ids, as files need them"
-            )
+            given = f"an entity called {key!r}"
+            check.fail("right_features", given, "a table with a column of ids, as files need them")
     return cast("Series", pl.Series(ids.tolist(), dtype=pl.String))
 
 
@@ -240,12 +236,7 @@ def extra_columns(
     Raises:
         ValueError: if an id is in several rows, or no id of the table is one of the answers.
     """
-    source = table.source if isinstance(table, FeatureTable) else table
-    frame = (
-        frames.read_frame("table", check.path("table", source))
-        if isinstance(source, (str, os.PathLike))
-        else frames.as_frame("table", source)
-    )
+    frame = frames.read_frame("table", table.source if isinstance(table, FeatureTable) else table)
     if not frame.columns:
         check.fail("table", "no columns", "a column of ids, and others to show")
     named = table.id if isinstance(table, FeatureTable) else "id" if "id" in frame.columns else frame.columns[0]
