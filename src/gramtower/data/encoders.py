@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util.schema import build
 from gramtower.data import frames
+from gramtower.data.matrices import ones_at
 
 if TYPE_CHECKING:
     from polars import Series
@@ -312,13 +313,9 @@ def _places(texts: Series, values: Sequence[str]) -> NDArray[np.int64]:
 
 
 def _ones(rows: NDArray[np.int64], places: NDArray[np.int64], height: int, width: int) -> sp.csr_matrix:
-    """1 at (row, place) for every place that is not -1."""
+    """1 at (row, place) for every place that is not -1; an element named twice counts once."""
     present = places >= 0
-    entries = (np.ones(int(present.sum()), np.float32), (rows[present], places[present]))
-    matrix = sp.csr_matrix(entries, shape=(height, width))
-    matrix.sum_duplicates()  # which scipy 1.13.0 leaves
-    matrix.data[:] = 1  # an element named twice counts once
-    return matrix
+    return ones_at(rows[present], places[present], (height, width))
 
 
 def _exploded(column: Series, separator: str) -> tuple[NDArray[np.int64], Series]:

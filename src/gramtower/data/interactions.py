@@ -42,7 +42,6 @@ from gramtower.data.matrices import (
     canonical,
     checked,
     entry_mask,
-    given_ids,
     warn_of_header,
 )
 from gramtower.data.sources import PathLike, existing, reading
@@ -249,7 +248,9 @@ class Interactions:
         arguments are those of :meth:`from_csv`. Does not need polars.
         """
         rule = Rule.of(threshold, labels, duplicates, value)
-        left, right = given_ids("left", left), given_ids("right", right)
+        for name, ids in (("left", left), ("right", right)):
+            if sp.issparse(ids):
+                check.fail(name, "a sparse matrix", "a sequence of ids; from_matrix takes a matrix")
         given = {"value": value if rule.reads_value else None, "weight": weight}
         numbers = {name: check.as_float_array(name, x) for name, x in given.items() if x is not None}
         if time is not None:

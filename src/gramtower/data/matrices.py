@@ -19,7 +19,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import scipy.sparse as sp
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 from gramtower._util import checks as check
@@ -45,7 +44,14 @@ def checked(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None
         check.fail(name, f"shape {value.shape}", "fewer than 2**31 rows and columns")
     if value.format in ("csr", "csc", "bsr"):
         return _compressed(name, value)
-    return _coordinates(name, value if value.format == "coo" else _as_coordinates(name, value))
+    value = value if value.format == "coo" else _as_coordinates(name, value)
+    rows, columns, data = (_array(name, value, part) for part in ("row", "col", "data"))
+    if not len(rows) == len(columns) == len(data):
+        check.fail(name, f"{len(rows)} rows, {len(columns)} columns and {len(data)} values", "as many of each")
+    _indices(name, rows, value.shape[0], "rows")
+    _indices(name, columns, value.shape[1], "columns")
+    _values(name, data)
+    return value
 
 
 def canonical(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
@@ -88,17 +94,16 @@ def entry_mask(name: str, given: ArrayLike, total: int) -> NDArray[np.bool_]:
 
 def union(first: sp.csr_matrix, *others: sp.csr_matrix) -> sp.csr_matrix:
     """A matrix of ones at the stored entries of any of some matrices of one shape."""
-    found = _ones(first)
+    found = _with_ones(first, np.float32)
     for other in others:
         if other.nnz:
-            found = found.maximum(_ones(other))
+            found = found.maximum(_with_ones(other, np.float32))
     return sp.csr_matrix(found)
 
 
 def without(pairs: sp.csr_matrix, others: sp.csr_matrix) -> sp.csr_matrix:
     """The entries of a matrix of positive values that another matrix of its shape does not store."""
-    stored = sp.csr_matrix((np.ones(others.nnz, dtype=bool), others.indices, others.indptr), shape=others.shape)
-    return (pairs > pairs.multiply(stored)).tocsr()
+    return (pairs > pairs.multiply(_with_ones(others, bool))).tocsr()
 
 
 def resized(matrix: sp.csr_matrix, shape: tuple[int, int]) -> sp.csr_matrix:
@@ -109,9 +114,17 @@ def resized(matrix: sp.csr_matrix, shape: tuple[int, int]) -> sp.csr_matrix:
     return sp.csr_matrix((matrix.data, matrix.indices, offsets.astype(matrix.indptr.dtype)), shape=shape)
 
 
-def _ones(matrix: sp.csr_matrix) -> sp.csr_matrix:
-    ones = np.ones(matrix.nnz, dtype=np.float32)
-    return sp.csr_matrix((ones, matrix.indices, matrix.indptr), shape=matrix.shape)
+def _with_ones(matrix: sp.csr_matrix, dtype: type) -> sp.csr_matrix:
+    return sp.csr_matrix((np.ones(matrix.nnz, dtype), matrix.indices, matrix.indptr), shape=matrix.shape)
+
+
+def ones_at(rows: ArrayLike, columns: ArrayLike, shape: tuple[int, int]) -> sp.csr_matrix:
+    """A float32 matrix with 1 at each position, also at repeated ones."""
+    places = np.asarray(rows), np.asarray(columns)
+    matrix = sp.csr_matrix((np.ones(len(places[0]), dtype=np.float32), places), shape=shape)
+    matrix.sum_duplicates()  # which scipy 1.13.0 leaves
+    matrix.data[:] = 1
+    return matrix
 
 
 def extremes(array: NDArray[Number]) -> tuple[Number, Number]:
@@ -164,16 +177,6 @@ def _compressed(name: str, value: SparseMatrix) -> SparseMatrix:
     if stored == len(indices) == len(data):
         return value
     return type(value)((data[:stored], indices[:stored], offsets), shape=value.shape)
-
-
-def _coordinates(name: str, value: SparseMatrix) -> SparseMatrix:
-    rows, columns, data = (_array(name, value, part) for part in ("row", "col", "data"))
-    if not len(rows) == len(columns) == len(data):
-        check.fail(name, f"{len(rows)} rows, {len(columns)} columns and {len(data)} values", "as many of each")
-    _indices(name, rows, value.shape[0], "rows")
-    _indices(name, columns, value.shape[1], "columns")
-    _values(name, data)
-    return value
 
 
 def _as_coordinates(name: str, value: SparseMatrix) -> SparseMatrix:
@@ -233,7 +236,13 @@ def are_one_set(matrix: sp.csr_matrix, left_ids: Ids, right_ids: Ids) -> bool:
     rare: less than a tenth of the number expected for unrelated sides, such as users and films that are both numbered
     from 1. If fewer than twenty are expected, the answer is no. Cost: O(ids + pairs).
     """
-    rows = _same(left_ids, right_ids)
+    if len(left_ids) <= len(right_ids):  # rows: the left row of each right id, −1 if it is not on the left
+        rows = join(right_ids, index_of(left_ids))
+    else:
+        places = join(left_ids, index_of(right_ids))
+        there = np.flatnonzero(places >= 0)
+        rows = np.full(len(right_ids), -1, dtype=np.int64)
+        rows[places[there]] = there
     columns = np.flatnonzero(rows >= 0)
     if 2 * len(columns) < max(1, min(matrix.shape)):
         return False
@@ -244,17 +253,6 @@ def are_one_set(matrix: sp.csr_matrix, left_ids: Ids, right_ids: Ids) -> bool:
         return False
     found = sum(_with_itself(matrix, rows, start, start + _ROWS) for start in range(0, len(left), _ROWS))
     return found <= 0.1 * expected
-
-
-def _same(left_ids: Ids, right_ids: Ids) -> NDArray[np.int64]:
-    """The left row of each right id, −1 if it is not on the left."""
-    if len(left_ids) <= len(right_ids):
-        return join(right_ids, index_of(left_ids))
-    columns = join(left_ids, index_of(right_ids))
-    there = np.flatnonzero(columns >= 0)
-    rows = np.full(len(right_ids), -1, dtype=np.int64)
-    rows[columns[there]] = there
-    return rows
 
 
 def _with_itself(matrix: sp.csr_matrix, same: NDArray[np.int64], first: int, last: int) -> int:
@@ -268,7 +266,10 @@ Codes: TypeAlias = NDArray[np.integer]
 Places: TypeAlias = NDArray[np.int64]
 Reals: TypeAlias = NDArray[np.floating] | None
 Merged: TypeAlias = tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]
-_LOST = ("rows_without_id", "rows_without_number", "rows_below_threshold")
+_REASONS = {"rows_without_id": "without an id", "rows_without_number": "without a value, weight or time"}
+_SHARE = 0.01  # of the rows; more are worth a warning
+_MANY, _PIECE = 1 << 22, 1 << 20  # rows from which on all cores are used, and of a piece that one of them takes
+RULES = ("max", "sum", "first", "last", "error")
 
 
 @dataclass(frozen=True)
@@ -323,12 +324,19 @@ def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[np.floating]]
     for name, array in numbers.items():
         if np.isinf(array).any():
             check.fail(name, "an infinite number", "finite numbers")
+    reasons: dict[str, Iterable[NDArray[np.bool_]]] = {
+        "rows_without_id": (side.codes >= 0 for side in (left, right) if side.codes.dtype.kind != "u"),
+        "rows_without_number": (~np.isnan(array) for array in numbers.values()),
+        "rows_below_threshold": (numbers["value"] >= low for low in (rule.threshold,) if low is not None),
+    }
     report = {"rows": total}
-    kept = _identified(left.codes, right.codes)
-    report["rows_without_id"] = 0 if kept is None else total - int(kept.sum())
-    kept, report["rows_without_number"] = _narrow(kept, total, [~np.isnan(array) for array in numbers.values()])
-    high = [] if rule.threshold is None else [numbers["value"] >= rule.threshold]
-    kept, report["rows_below_threshold"] = _narrow(kept, total, high)
+    kept: NDArray[np.bool_] | None = None  # all rows
+    for reason, masks in reasons.items():
+        before = total if kept is None else int(kept.sum())
+        for mask in masks:
+            if not mask.all():
+                kept = mask if kept is None else kept & mask
+        report[reason] = before - (total if kept is None else int(kept.sum()))
     check_rows(report)
     rows, left_ids = _numbered(left, kept)
     columns, right_ids = _numbered(right, kept)
@@ -344,46 +352,18 @@ def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[np.floating]]
 
 
 def check_rows(report: dict[str, int]) -> None:
-    """Refuse data without a kept row, and warn if many rows are dropped."""
-    if report["rows"] == sum(report[name] for name in _LOST):
+    """Refuse data without a kept row, and warn if more than 1% of the rows were dropped because of a missing cell."""
+    if report["rows"] == sum(report[name] for name in (*_REASONS, "rows_below_threshold")):
         counts = ", ".join(f"{name} {count}" for name, count in report.items())
         check.fail("rows", f"none to keep ({counts})", "at least one observed pair")
-    warn_of_rows(report)
-
-
-def _identified(left: NDArray[np.integer], right: NDArray[np.integer]) -> NDArray[np.bool_] | None:
-    """Rows with both ids; None for all."""
-    if all(codes.dtype.kind == "u" or codes.min(initial=0) >= 0 for codes in (left, right)):
-        return None
-    return (left.astype(np.int64) >= 0) & (right.astype(np.int64) >= 0)
-
-
-def _narrow(
-    kept: NDArray[np.bool_] | None, total: int, masks: list[NDArray[np.bool_]]
-) -> tuple[NDArray[np.bool_] | None, int]:
-    """Intersect a mask with others, and count the rows lost; None means all rows."""
-    both = kept
-    for mask in masks:
-        if both is not None or not mask.all():
-            both = mask if both is None else both & mask
-    before = total if kept is None else int(kept.sum())
-    return both, before - (total if both is None else int(both.sum()))
+    if (lost := rows_left_out(report)) > _SHARE * report["rows"]:
+        why = ", ".join(f"{report[name]:,} {reason}" for name, reason in _REASONS.items() if report[name])
+        _warn("rows", lost, report["rows"], why)
 
 
 def _numbered(side: Coded, kept: NDArray[np.bool_] | None) -> tuple[NDArray[np.integer], Ids]:
     codes, places = by_appearance(side.codes if kept is None else side.codes[kept])
     return codes, side.names(places if kept is None else np.flatnonzero(kept)[places])
-
-
-def given_ids(name: str, given: Iterable[object]) -> Iterable[object]:
-    """Ids as given, tensors as arrays; sparse matrices are refused."""
-    if sp.issparse(given):
-        check.fail(name, "a sparse matrix", "a sequence of ids; from_matrix takes a matrix")
-    return check.as_array(name, given, "a sequence of ids") if isinstance(given, torch.Tensor) else given
-
-
-_MANY, _PIECE = 1 << 22, 1 << 20  # rows from which on all cores are used, and of a piece that one of them takes
-RULES = ("max", "sum", "first", "last", "error")
 
 
 def ordered(
@@ -439,23 +419,17 @@ def ordered_merge(
     if repeated and rule == "error":
         row, column = divmod(int(keys[np.argmin(fresh)]), 1 << bits)
         check.fail("duplicates", f"{repeated} rows that repeat a pair, first {(row, column)}", "none")
-    starts = np.flatnonzero(fresh) if repeated and order is not None else None
+    merged: list[NDArray[Any] | None] = list(numbers)
+    if order is not None and repeated and rule not in ("first", "last"):
+        starts, add = np.flatnonzero(fresh), np.maximum if rule == "max" else np.add
+        for place, reduction in enumerate((add, add, np.maximum)):  # of several times the latest
+            if (array := numbers[place]) is not None:
+                merged[place] = reduction.reduceat(array[order], starts)
+    elif order is not None:
+        chosen = _chosen(order, fresh, times, rule) if repeated else order
+        merged = [None if array is None else array[chosen] for array in numbers]
     if repeated:
         keys = keys[fresh]
-    if order is None:
-        merged: list[NDArray[Any] | None] = [None] * 3
-    elif starts is None:
-        merged = [None if array is None else array[order] for array in numbers]
-    elif rule in ("first", "last"):
-        chosen = _chosen(order, fresh, starts, times, rule)
-        merged = [None if array is None else array[chosen] for array in numbers]
-    else:
-        add = np.maximum if rule == "max" else np.add
-        reductions = (add, add, np.maximum)  # of several times the latest
-        merged = [
-            None if array is None else reduction.reduceat(array[order], starts)
-            for array, reduction in zip(numbers, reductions, strict=True)
-        ]
     values, kept, stamps = merged
     values = np.ones(len(keys), np.float32) if values is None else values.astype(np.float32)
     index = np.int32 if max(len(keys), *shape) < 2**31 - 1 else np.int64
@@ -467,30 +441,18 @@ def ordered_merge(
     return sp.csr_matrix((values, found, offsets), shape=shape), kept, stamps, repeated
 
 
-def _chosen(
-    order: Places, fresh: NDArray[np.bool_], starts: Places, times: NDArray[np.floating] | None, rule: str
-) -> Places:
+def _chosen(order: Places, fresh: NDArray[np.bool_], times: Reals, rule: str) -> Places:
     """For each pair, the position of its first or last row, by time (if there are times) and then by position."""
+    starts = np.flatnonzero(fresh)
     if times is not None:
         order = order[np.lexsort((times[order], np.cumsum(fresh)))]  # lexsort is stable: equal times keep their places
     at = starts if rule == "first" else np.append(starts[1:], len(order)) - 1
     return np.asarray(order[at])
 
 
-_REASONS = {"rows_without_id": "without an id", "rows_without_number": "without a value, weight or time"}
-_SHARE = 0.01  # of the rows; more are worth a warning
-
-
 def rows_left_out(report: Mapping[str, int]) -> int:
     """Number of rows of a report that were dropped because of a missing cell."""
     return sum(report.get(name, 0) for name in _REASONS)
-
-
-def warn_of_rows(report: Mapping[str, int]) -> None:
-    """Warn if more than 1% of the rows were dropped because of a missing cell."""
-    if (lost := rows_left_out(report)) > _SHARE * report["rows"]:
-        why = ", ".join(f"{report[name]:,} {reason}" for name, reason in _REASONS.items() if report.get(name))
-        _warn("rows", lost, report["rows"], why)
 
 
 def warn_of_pairs(name: str, lost: int, total: int, example: object, hint: str = "") -> None:
@@ -510,15 +472,9 @@ def warn_of_ids(name: str, unknown: Sequence[object], total: int) -> None:
 
 def warn_of_header(names: tuple[str, str], ids: tuple[Ids, Ids]) -> None:
     """Warn if the names of both columns are also ids: then the file probably has no header."""
-    if all(map(_is_id, names, ids)):
+    if all((own == name).any() for name, own in zip(names, ids, strict=True)):  # ids of text files are text
         text = f"the first line is left out: {names[0]!r} and {names[1]!r}, taken for names of columns, are ids too"
         warnings.warn(f"{text}; header=False reads it as a pair", LeftOutWarning, stacklevel=3)
-
-
-def _is_id(name: str, ids: Ids) -> bool:
-    if ids.dtype == object:
-        return bool((ids == name).any())
-    return name.isdecimal() and bool((ids == int(name)).any())
 
 
 def _warn(what: str, lost: int, total: int, why: str) -> None:

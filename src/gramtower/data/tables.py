@@ -339,7 +339,7 @@ def _by_type(column: Series) -> str:
     if column.null_count() == len(column):
         return "skip"
     if isinstance(column.dtype, (pl.List, pl.Array)):
-        lists = column.arr.to_list() if isinstance(column.dtype, pl.Array) else column
+        lists: Any = column.arr.to_list() if isinstance(column.dtype, pl.Array) else column
         lengths = lists.drop_nulls().list.len().unique().to_list()
         return "vector" if lists.dtype.inner.is_float() and len(lengths) == 1 and lengths[0] > 1 else "skip"
     if column.dtype == pl.Boolean:

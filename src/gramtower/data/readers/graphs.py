@@ -31,6 +31,7 @@ from gramtower._util import checks as check
 from gramtower.data import frames
 from gramtower.data.ids import as_ids, as_objects, index_of
 from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import ones_at
 from gramtower.data.readers.item_lists import lines
 from gramtower.data.sources import PathLike, file_in, reading
 
@@ -77,18 +78,9 @@ def links(
         rows, columns = np.concatenate([rows, columns]), np.concatenate([columns, rows])
     if not len(rows):
         check.fail("path", f"{path}, in which no node is linked to another", "a graph with links")
-    pairs = Interactions.from_matrix(ones(rows, columns, (len(ids), len(ids))), ids, ids)
+    pairs = Interactions.from_matrix(ones_at(rows, columns, (len(ids), len(ids))), ids, ids)
     named = pairs.renamed(*names, self_links=int(len(others) - others.sum()))
     return replace(named, same_entities=True)
-
-
-def ones(rows: Any, columns: Any, shape: tuple[int, int]) -> sp.csr_matrix:
-    """A float32 matrix with 1 at each position, also at repeated ones."""
-    entries = (np.ones(len(rows), dtype=np.float32), (np.asarray(rows), np.asarray(columns)))
-    matrix = sp.csr_matrix(entries, shape=shape)
-    matrix.sum_duplicates()  # which scipy 1.13.0 leaves
-    matrix.data[:] = 1
-    return matrix
 
 
 _UNNAMED = 1 << 22  # features that a file may speak of besides one for each number in it
@@ -149,7 +141,7 @@ def _features(path: Path, index: dict[Any, int]) -> sp.csr_matrix:
     width = 1 + max(columns, default=0)
     if width > _UNNAMED + len(columns):
         check.fail("path", f"{path} with feature {width - 1:,}", f"numbers below {_UNNAMED + len(columns):,}")
-    return ones(rows, columns, (len(index), width))
+    return ones_at(rows, columns, (len(index), width))
 
 
 def wikispeedia(path: PathLike) -> Graph:
@@ -178,7 +170,7 @@ def wikispeedia(path: PathLike) -> Graph:
     for title, name in kinds:
         own[index[title]].append(name)
     nodes = frames.polars().DataFrame({"article": titles, "categories": ["|".join(names) for names in own]})
-    return Graph(pairs, ones(*places, (len(titles), max(1, len(categories)))), nodes)
+    return Graph(pairs, ones_at(*places, (len(titles), max(1, len(categories)))), nodes)
 
 
 def _fields(path: Path, form: str) -> list[tuple[str, str]]:
