@@ -70,9 +70,8 @@ def bin_count(numbers: Tensor, size: int) -> Tensor:
     counts = numbers.new_empty((threads, size), dtype=torch.int64)
     cuts = [len(numbers) * t // threads for t in range(threads + 1)]
 
-    def work(first: int, last: int) -> None:
-        for t in range(first, last):
-            counts[t] = torch.bincount(numbers[cuts[t] : cuts[t + 1]], minlength=size)
+    def work(t: int, _: int) -> None:
+        counts[t] = torch.bincount(numbers[cuts[t] : cuts[t + 1]], minlength=size)
 
     parallel_for(work, list(range(threads + 1)))
     return counts.sum(0)

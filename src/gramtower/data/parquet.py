@@ -169,12 +169,11 @@ def read_folder(
         collected = _Collected(parts, described, columns, rule, progress)
         errors: dict[int, BaseException] = {}
 
-        def work(first: int, last: int) -> None:
-            for number in range(first, last):
-                try:
-                    collected.read(number, errors)
-                except BaseException as error:  # also Ctrl-C: the other threads stop after their batch
-                    errors[number] = error
+        def work(number: int, _: int) -> None:
+            try:
+                collected.read(number, errors)
+            except BaseException as error:  # also Ctrl-C: the other threads stop after their batch
+                errors[number] = error
 
         parallel_for(work, list(range(len(parts) + 1)))
         if errors:
