@@ -40,14 +40,10 @@ _MANIFEST, _KIND, _VERSION = "manifest.json", "gramtower lists", 1
 
 
 class ListFile:
-    """A writer for a table of lists.
+    """A writer for a table of lists of length k; the ending of ``path`` decides the format.
 
-    Args:
-        path: the table; its ending decides the format.
-        ids: ids of the left and of the right entities, int64 or text; None for row numbers.
-        sizes: numbers of left and right entities.
-        k: length of the lists.
-        marks: facts about the lists, as JSON values by name; a run continues only if they are equal.
+    ``ids`` and ``sizes`` are of the left and the right entities; None for row numbers. ``marks`` are facts about the
+    lists, as JSON values by name; a run continues only if they are equal.
     """
 
     def __init__(
@@ -70,13 +66,9 @@ class ListFile:
         self._marks = {"k": k, "left entities": sizes[0], "rows of a part": self.rows, **marks}
 
     def begin(self, fresh: bool = False) -> int:
-        """Create or find the folder; returns how many parts it already has.
+        """Create or find the folder (``fresh``: without the parts of an earlier run); returns how many parts it has.
 
-        Args:
-            fresh: whether to remove the parts of an earlier run.
-
-        Raises:
-            ValueError: if the folder has parts of other lists, or the disk is too small.
+        Parts of other lists and a disk that is too small are refused.
         """
         if (fresh and (self.folder / _MANIFEST).exists()) or self._has_only_parts():
             shutil.rmtree(self.folder)
@@ -190,13 +182,8 @@ def lists_frame(
 ) -> Any:
     """A table of lists, with columns for the query id, the rank from 1, the answer and its score.
 
-    Args:
-        asked: the query ids, one for each list.
-        ids: the answers, one row for each list.
-        scores: scores of the answers; entries of −inf are dropped.
-        names: column names of the query ids and of the answers.
-        packages: the first of these that is installed makes the frame.
-        more: further columns with one value for each row; see :func:`extra_columns`.
+    ``ids`` and ``scores`` have one row for each id of ``asked``; scores of −inf are dropped. The first of ``packages``
+    that is installed makes the frame. ``more`` are further columns, as :func:`extra_columns` returns them.
     """
     wanted, found, given = check.ids("asked", asked), np.asarray(ids), np.asarray(scores)
     if found.ndim != 2 or found.shape != given.shape or len(wanted) != len(found):
@@ -225,16 +212,9 @@ def lists_frame(
 def extra_columns(
     table: TableLike | PathLike | FeatureTable, ids: Ids, scores: NDArray[np.floating]
 ) -> dict[str, list[object]]:
-    """Look up the columns of a table for each answer; null if it has no row for an answer.
+    """Look up the columns of a table for each answer of some lists; null if it has no row for an answer.
 
-    Args:
-        table: a polars, pandas or pyarrow table, a mapping of columns or the path of a CSV or Parquet file, with ids in
-            the column "id" or otherwise the first; or a :class:`~gramtower.data.tables.FeatureTable`.
-        ids: the answers, one row for each list.
-        scores: scores of the answers.
-
-    Raises:
-        ValueError: if an id is in several rows, or no id of the table is one of the answers.
+    The ids of a frame or file are in the column "id", or otherwise in the first.
     """
     frame = frames.read_frame("table", table.source if isinstance(table, FeatureTable) else table)
     if not frame.columns:

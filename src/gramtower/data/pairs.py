@@ -34,17 +34,11 @@ _SHARED = (np.int32, np.int64, np.float32, np.float64)  # dtypes of arrays that 
 
 @dataclass(frozen=True)
 class Segments:
-    """Non-empty rows cut into pieces of at most ``SEGMENT`` entries, so that a popular item does not serialise.
+    """Non-empty rows cut into pieces of at most ``SEGMENT`` entries, so that a popular item does not serialise."""
 
-    Attributes:
-        rows: int64. Row of each piece; pieces of one row follow each other.
-        starts: int64, pieces + 1. Piece s covers entries ``starts[s]:starts[s + 1]``.
-        lines: int64. -1 for the first piece of a row, otherwise a running number of the pieces that continue one.
-    """
-
-    rows: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    lines: NDArray[np.int64]
+    rows: NDArray[np.int64]  # row of each piece; pieces of one row follow each other
+    starts: NDArray[np.int64]  # pieces + 1; piece s covers entries ``starts[s]:starts[s + 1]``
+    lines: NDArray[np.int64]  # -1 for the first piece of a row, otherwise a running number of the pieces that go on
 
     @cached_property
     def continued(self) -> int:
@@ -87,7 +81,6 @@ class Columns:
 
     @cached_property
     def segments(self) -> Segments:
-        """Columns cut into pieces."""
         return cut_rows(self.offsets)
 
 
@@ -104,13 +97,12 @@ class Pairs:
 
     @property
     def device(self) -> torch.device:
-        """Where the index tensors live."""
         return self.columns.device
 
     @cached_property
     def by_column(self) -> Columns:
         """The column-order view; made on first use in O(|O|) by a counting sort, of many pairs on all cores."""
-        if _compiled(len(self)):
+        if len(self) >= _MANY and host.has_numba():
             from gramtower.data.grouping import by_column  # compiled by numba, not worth it for few pairs
 
             arrays = by_column(self.offsets.cpu().numpy(), self.columns.cpu().numpy(), self.shape[1])
@@ -129,7 +121,6 @@ class Pairs:
 
     @cached_property
     def segments(self) -> Segments:
-        """Rows cut into pieces."""
         return cut_rows(self.offsets)
 
     @cached_property
@@ -140,9 +131,8 @@ class Pairs:
     @cached_property
     def column_counts(self) -> Tensor:
         """|O_:,j| for each column j."""
-        if "by_column" in self.__dict__:
-            return self.by_column.offsets.diff()
-        return bin_count(self.columns, self.shape[1])
+        known = "by_column" in self.__dict__
+        return self.by_column.offsets.diff() if known else bin_count(self.columns, self.shape[1])
 
     def row_range(self, start: int, stop: int) -> tuple[Pairs, slice]:
         """Rows ``start:stop`` as a pattern (a view), and the positions of their entries in this one."""
@@ -153,7 +143,7 @@ class Pairs:
     def take_rows(self, rows: Tensor) -> tuple[Pairs, Tensor]:
         """Some rows as a pattern, and the numbers of their entries in this one."""
         counts = self.row_counts[rows]
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        offsets = _ends(counts)
         entries = torch.arange(int(offsets[-1]), device=self.device)
         entries += torch.repeat_interleave(self.offsets[rows] - offsets[:-1], counts)
         return Pairs((len(rows), self.shape[1]), offsets, self.columns[entries]), entries
@@ -166,16 +156,14 @@ class Pairs:
         inside = number[part.columns]
         keep = inside >= 0
         kept_rows = part.rows[keep].long()
-        counts = torch.bincount(kept_rows, minlength=len(rows))
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        offsets = _ends(torch.bincount(kept_rows, minlength=len(rows)))
         return Pairs((len(rows), len(columns)), offsets, inside[keep]), entries[keep]
 
     def take_entries(self, entries: Tensor) -> tuple[Pairs, Tensor, Tensor]:
         """Some pairs (numbers increasing) between the entities they touch: pattern, left and right row numbers."""
         left, rows = torch.unique(self.rows[entries].long(), return_inverse=True)
         right, columns = torch.unique(self.columns[entries].long(), return_inverse=True)
-        counts = torch.bincount(rows, minlength=len(left))
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        offsets = _ends(torch.bincount(rows, minlength=len(left)))
         return Pairs((len(left), len(right)), offsets, columns.to(torch.int32)), left, right
 
     def to(self, device: torch.device) -> Pairs:
@@ -189,20 +177,19 @@ class Pairs:
         return moved
 
 
+def _ends(counts: Tensor) -> Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
 def sorting_bytes(count: int) -> int:
     """Bytes of a pair that the order by columns of so many takes while it is made, besides the result."""
-    return 6 if _compiled(count) else 20
-
-
-def _compiled(count: int) -> bool:
-    return count >= _MANY and host.has_numba()
+    return 6 if count >= _MANY and host.has_numba() else 20
 
 
 def from_sparse(name: str, matrix: SparseMatrix, least_rows: int = 1) -> tuple[Pairs, NDArray[np.floating]]:
-    """The pattern and the stored values of a scipy.sparse matrix, both in row order.
+    """The pattern and the stored values of a scipy.sparse matrix, both in row order; explicit zeros count too.
 
-    Every stored entry counts, explicit zeros too. Duplicates are refused rather than summed. One process of many may
-    hold no row at all: ``least_rows=0``.
+    Duplicates are refused rather than summed. One process of many may hold no row at all: ``least_rows=0``.
     """
     matrix = checked(name, matrix)
     if matrix.shape[0] < least_rows or matrix.shape[1] == 0:
@@ -271,40 +258,25 @@ class SparseBlock:
             self._fields[start, stop] = SparseBlock(pattern, self.values[entries])
         return self._fields[start, stop]
 
-    def to_dense(self) -> Tensor:
-        """The block as a dense tensor; for tests and error paths on a few rows only."""
-        dense = self.values.new_zeros(self.shape)
-        dense[self.pattern.rows.long(), self.pattern.columns.long()] = self.values
-        return dense
-
 
 Block = Tensor | SparseBlock | IdBlock
 MatrixLike: TypeAlias = NDArray[Any] | Tensor | SparseMatrix  # features with one row for each entity
 
 
 class Features:
-    """The features of one side's entities.
-
-    Attributes:
-        kind: ``"ids"`` (row numbers), ``"dense"`` or ``"sparse"``.
-        rows: number of entities.
-        width: number of features; for ids, the number of entities.
-        parent: the features that these rows were taken from, or None.
-        first: over several processes, the number of this process's first entity.
-        total: over several processes, the number of entities of all.
-    """
+    """The features of one side's entities; over several processes, those that this process holds."""
 
     def __init__(
         self,
-        kind: str,
-        rows: int,
-        width: int,
+        kind: str,  # "ids" (row numbers), "dense" or "sparse"
+        rows: int,  # number of entities
+        width: int,  # number of features; for ids, the number of entities
         data: Tensor | SparseBlock | None,
-        parent: Features | None = None,
+        parent: Features | None = None,  # the features that these rows were taken from
         ids: Tensor | None = None,
     ) -> None:
         self.kind, self.rows, self.width, self._data, self.parent, self._ids = kind, rows, width, data, parent, ids
-        self.first, self.total = 0, rows
+        self.first, self.total = 0, rows  # the number of the first entity, and of the entities of all processes
         self._casts: dict[tuple[torch.dtype, torch.device], Tensor | SparseBlock] = {}
         self._blocks: dict[tuple[torch.dtype, torch.device, int, int], SparseBlock] = {}
 
