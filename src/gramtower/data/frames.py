@@ -141,8 +141,12 @@ def read_csv(
             present = pl.read_csv(given, n_rows=0 if header else 1, infer_schema=False, **options).columns
             texts = [(label, name) for name in present] if texts is None else texts
             names = pick_all((*texts, *others), present)
-            if header:
-                _refuse_twice(label, where, (*texts, *others), present)
+            end = "_duplicated_0"  # what polars adds to the second of two
+            twice = {name.removesuffix(end) for name in present if header and name.endswith(end)}
+            for _, column in (*texts, *others):
+                if column in twice:
+                    expected = "column names that differ, or a position"
+                    check.fail(label, f"{where}, whose header has {column!r} twice", expected)
             chosen, overrides = set(names), dict.fromkeys(names[: len(texts)], pl.String)
             form: dict[str, Any] = {"columns": [name for name in present if name in chosen], **options}
             try:
@@ -171,14 +175,6 @@ def _options(separator: str, header: bool, quote: str | None, comment: str | Non
         check.fail("comment", repr(comment), "the beginning of lines to skip, or None")
     form = {"separator": separator, "has_header": header, "quote_char": quote, "comment_prefix": comment}
     return form | {"encoding": "utf8", "glob": False}
-
-
-def _refuse_twice(label: str, where: Path | str, choices: Sequence[Choice], present: Sequence[str]) -> None:
-    """Refuse a chosen name that the header has twice; polars calls the second x_duplicated_0."""
-    renamed = {name.removesuffix("_duplicated_0") for name in present if name.endswith("_duplicated_0")}
-    for _, column in choices:
-        if column in renamed:
-            check.fail(label, f"{where}, whose header has {column!r} twice", "column names that differ, or a position")
 
 
 def _fault(given: Path | bytes, separator: str, quote: str | None, comment: str | None) -> str:

@@ -78,13 +78,13 @@ def by_appearance(codes: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDAr
     return result, first[used]
 
 
-def code_series(*columns: pl.Series) -> list[Coded]:
-    """Codes of polars columns of one length, as id_series returns them; text columns are coded in parallel.
+def code_series(**columns: pl.Series) -> list[Coded]:
+    """Codes of polars columns of ids by the names of arguments; text columns are coded in parallel.
 
     The code of a text is its position among the distinct texts, as in a polars Enum.
     """
     pl = frames.polars()
-    named = [column.alias(str(place)) for place, column in enumerate(columns)]
+    named = [id_series(name, columns.pop(name)).alias(name) for name in list(columns)]
     table = pl.DataFrame([column for column in named if column.dtype == pl.String])
     distinct = table.lazy().select(pl.all().unique().drop_nulls().implode()).collect()
     enums = [pl.col(name).cast(pl.Enum(distinct[name][0])).to_physical() for name in table.columns]

@@ -28,7 +28,6 @@ from gramtower.data.ids import (
     as_known,
     code_series,
     code_values,
-    id_series,
     index_of,
     join,
     moments,
@@ -161,7 +160,7 @@ class Interactions:
             encoding: text encoding; any name that Python knows.
             same_entities: whether both sides are one set of entities; see the class.
         """
-        rule = Rule.of(threshold, labels, duplicates, value)
+        rule = Rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
         source = path if isinstance(path, bytes) else existing("path", path)
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
@@ -195,7 +194,7 @@ class Interactions:
         key=value give a column ``key``; a row without an id is an error. ``progress`` is called after each batch of a
         folder, in any thread, with a :class:`gramtower.data.parquet.ReadingProgress`.
         """
-        rule = Rule.of(threshold, labels, duplicates, value)
+        rule = Rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
         source = existing("path", path, folder=True)
         if source.is_dir():
@@ -222,7 +221,7 @@ class Interactions:
         same_entities: bool | None = None,
     ) -> Interactions:
         """Read pairs from a polars, pandas or pyarrow table or a mapping of columns; see :meth:`from_csv`."""
-        rule = Rule.of(threshold, labels, duplicates, value)
+        rule = Rule(threshold, labels, duplicates, value)
         texts, others = _choices(left, right, value, weight, time)
         return cls._from_columns(frames.take("frame", frame, texts + others), others, rule, same_entities)
 
@@ -247,7 +246,7 @@ class Interactions:
         Times are numbers, or dates, datetimes, datetime64 or ISO 8601 text, UTC unless they have a zone. The other
         arguments are those of :meth:`from_csv`. Does not need polars.
         """
-        rule = Rule.of(threshold, labels, duplicates, value)
+        rule = Rule(threshold, labels, duplicates, value)
         for name, ids in (("left", left), ("right", right)):
             if sp.issparse(ids):
                 check.fail(name, "a sparse matrix", "a sequence of ids; from_matrix takes a matrix")
@@ -291,7 +290,7 @@ class Interactions:
                 read = frames.seconds if name == "time" else frames.numbers
                 numbers[name] = read(name, column).to_numpy()  # a missing number is NaN from here on
         left_name, right_name = columns[0].name, columns[1].name
-        left, right = code_series(id_series("left", columns.pop(0)), id_series("right", columns.pop(0)))
+        left, right = code_series(left=columns.pop(0), right=columns.pop(0))
         fields = assemble(left, right, numbers, rule)
         return cls(**vars(fields), left_name=left_name, right_name=right_name, same_entities=same_entities)
 
@@ -314,9 +313,8 @@ class Interactions:
         sizes["share of all pairs"] = len(self) / max(1, m * n)
         extra = {"labels": bool(len(self)) and not bool((matrix.data == 1).all()), "weights": self.weights is not None}
         extra |= {"times": self.times is not None, "one set of entities": self.one_set}
-        sizes["with"] = (
-            ", ".join(name for name, there in extra.items() if there) or "all labels 1, no weights, no times"
-        )
+        there = ", ".join(name for name, found in extra.items() if found)
+        sizes["with"] = there or "all labels 1, no weights, no times"
         rows = np.searchsorted(matrix.indptr, np.arange(min(_SHOWN, len(self))), side="right") - 1
         first = [
             (self.left_ids[row], self.right_ids[matrix.indices[place]], f"{matrix.data[place]:g}")
@@ -355,16 +353,11 @@ class Interactions:
         Args:
             entries: a mask over the stored entries (``matrix.data``), or their distinct positions.
         """
-        chosen = entry_mask("entries", entries, len(self))
-        old = self.matrix
-        before = np.concatenate([[0], np.cumsum(chosen)])
-        offsets = before[old.indptr].astype(old.indptr.dtype)
+        chosen, old = entry_mask("entries", entries, len(self)), self.matrix
+        offsets = np.concatenate([[0], np.cumsum(chosen)])[old.indptr].astype(old.indptr.dtype)
         matrix = sp.csr_matrix((old.data[chosen], old.indices[chosen], offsets), shape=old.shape)
-        times = None if self.times is None else self.times[chosen]
-        weights = None if self.weights is None else self.weights[chosen]
-        return replace(
-            self, matrix=matrix, times=times, weights=weights, report=_counts(matrix), same_entities=self.one_set
-        )
+        times, weights = (None if array is None else array[chosen] for array in (self.times, self.weights))
+        return self._with(matrix, times=times, weights=weights)
 
     def without_empty(self) -> Interactions:
         """Remove the entities without pairs: no row and no column of the matrix is empty."""
@@ -377,10 +370,10 @@ class Interactions:
         offsets = np.append(old.indptr[rows], old.indptr[-1])  # rows between two that are kept are empty
         shape = (len(rows), int(kept.sum()))
         matrix = sp.csr_matrix((old.data, columns, offsets), shape=shape)
-        left, right = self.left_ids[rows], self.right_ids[kept]
-        return replace(
-            self, matrix=matrix, left_ids=left, right_ids=right, report=_counts(matrix), same_entities=self.one_set
-        )
+        return self._with(matrix, left_ids=self.left_ids[rows], right_ids=self.right_ids[kept])
+
+    def _with(self, matrix: sp.csr_matrix, **fields: NDArray[Any] | None) -> Interactions:
+        return replace(self, matrix=matrix, report=_counts(matrix), same_entities=self.one_set, **fields)  # type: ignore[arg-type]
 
     def with_matrix(self, matrix: SparseMatrix) -> Interactions:
         """Make other pairs of the same entities; times and weights are dropped."""
@@ -472,7 +465,8 @@ def union(known: Interactions, more: Interactions, name: str = "more", add_new: 
     first, second = known.matrix.tocoo(), more.matrix.tocoo()
     i, j = rows[second.row], columns[second.col]
     kept = (i >= 0) & (j >= 0)
-    keys = np.concatenate([_keys(first.row, first.col, shape), _keys(i[kept], j[kept], shape)])
+    ends = ((first.row, first.col), (i[kept], j[kept]))
+    keys = np.concatenate([row.astype(np.int64) * shape[1] + column for row, column in ends])
     order = np.argsort(keys, kind="stable")
     last = np.append(np.diff(keys[order]) > 0, True)[: len(order)]  # of the entries of one pair, the second's
     chosen = order[last]
@@ -493,10 +487,6 @@ def union(known: Interactions, more: Interactions, name: str = "more", add_new: 
         known, matrix=matrix, left_ids=left_ids, right_ids=right_ids, weights=weights, times=times,
         report=_counts(matrix), numbered=(left, right),
     )  # fmt: skip
-
-
-def _keys(rows: NDArray[np.integer], columns: NDArray[np.integer], shape: tuple[int, int]) -> NDArray[np.int64]:
-    return np.asarray(rows.astype(np.int64) * shape[1] + columns)
 
 
 def _places(name: str, known: Ids, given: Ids, add_new: bool) -> tuple[NDArray[np.int64], Ids]:

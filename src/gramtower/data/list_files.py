@@ -70,7 +70,9 @@ class ListFile:
 
         Parts of other lists and a disk that is too small are refused.
         """
-        if (fresh and (self.folder / _MANIFEST).exists()) or self._has_only_parts():
+        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else [_MANIFEST]
+        only_parts = all(is_left_over(name) or _PART.fullmatch(name) for name in names)  # an interrupted start or end
+        if only_parts or (fresh and (self.folder / _MANIFEST).exists()):
             shutil.rmtree(self.folder)
         done, there = self._parts_there() if self.folder.exists() else (0, 0)
         self._check_room(there)
@@ -120,12 +122,6 @@ class ListFile:
 
     def _name(self, part: int) -> Path:
         return self.folder / f"part-{part:06d}{self._ending}"
-
-    def _has_only_parts(self) -> bool:
-        """Whether the folder has only parts and no manifest, as an interrupted start or end leaves it."""
-        if not self.folder.is_dir():
-            return False
-        return all(is_left_over(path.name) or _PART.fullmatch(path.name) for path in self.folder.iterdir())
 
     def _parts_there(self) -> tuple[int, int]:
         """Number and bytes of the parts of an earlier run; parts of other lists are refused."""

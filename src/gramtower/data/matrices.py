@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -28,8 +28,18 @@ from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.ids import Coded, Ids, by_appearance, index_of, join
 
 SparseMatrix: TypeAlias = sp.spmatrix | sp.sparray
+Codes: TypeAlias = NDArray[np.integer]
+Places: TypeAlias = NDArray[np.int64]
+Reals: TypeAlias = NDArray[np.floating] | None
+Merged: TypeAlias = tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]
 Number = TypeVar("Number", bound=np.number)
+RULES = ("max", "sum", "first", "last", "error")
 _CHUNK = 1 << 20  # entries that one thread looks at before the next
+_EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
+_ROWS = 1 << 16  # left rows that are looked at together
+_MANY, _PIECE = 1 << 22, 1 << 20  # rows from which on all cores are used, and of a piece that one of them takes
+_REASONS = {"rows_without_id": "without an id", "rows_without_number": "without a value, weight or time"}
+_SHARE = 0.01  # of the rows; more are worth a warning
 
 
 def checked(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> SparseMatrix:
@@ -225,10 +235,6 @@ def _values(name: str, data: NDArray[np.number]) -> None:
         check.finite(name, flat)  # says where
 
 
-_EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
-_ROWS = 1 << 16  # left rows that are looked at together
-
-
 def are_one_set(matrix: sp.csr_matrix, left_ids: Ids, right_ids: Ids) -> bool:
     """Whether both sides are one set of entities, such as packages that depend on packages.
 
@@ -251,25 +257,12 @@ def are_one_set(matrix: sp.csr_matrix, left_ids: Ids, right_ids: Ids) -> bool:
     expected = float(np.minimum(chances, 1.0).sum())
     if expected < _EXPECTED:
         return False
-    found = sum(_with_itself(matrix, rows, start, start + _ROWS) for start in range(0, len(left), _ROWS))
+    found = 0  # pairs of an entity with itself
+    for first in range(0, len(left), _ROWS):
+        offsets = matrix.indptr[first : first + _ROWS + 1]
+        own = np.repeat(np.arange(first, first + len(offsets) - 1), np.diff(offsets))
+        found += int((rows[matrix.indices[offsets[0] : offsets[-1]]] == own).sum())
     return found <= 0.1 * expected
-
-
-def _with_itself(matrix: sp.csr_matrix, same: NDArray[np.int64], first: int, last: int) -> int:
-    """Count the pairs of an entity with itself in some rows; ``same`` is the row of each column's entity."""
-    offsets, columns = matrix.indptr[first : last + 1], matrix.indices
-    rows = np.repeat(np.arange(first, first + len(offsets) - 1), np.diff(offsets))
-    return int((same[columns[offsets[0] : offsets[-1]]] == rows).sum())
-
-
-Codes: TypeAlias = NDArray[np.integer]
-Places: TypeAlias = NDArray[np.int64]
-Reals: TypeAlias = NDArray[np.floating] | None
-Merged: TypeAlias = tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]
-_REASONS = {"rows_without_id": "without an id", "rows_without_number": "without a value, weight or time"}
-_SHARE = 0.01  # of the rows; more are worth a warning
-_MANY, _PIECE = 1 << 22, 1 << 20  # rows from which on all cores are used, and of a piece that one of them takes
-RULES = ("max", "sum", "first", "last", "error")
 
 
 @dataclass(frozen=True)
@@ -279,8 +272,9 @@ class Rule:
     threshold: float | None
     labels: bool
     duplicates: str
+    value: InitVar[object] = True  # the column of values, or None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, value: object) -> None:
         if self.threshold is not None:
             check.number("threshold", self.threshold)
         if not isinstance(self.labels, (bool, np.bool_)):
@@ -288,14 +282,8 @@ class Rule:
         if self.labels and self.threshold is not None:
             check.fail("labels", "True with a threshold", "only one of them: pairs over a threshold are labelled 1")
         check.choice("duplicates", self.duplicates, RULES)
-
-    @classmethod
-    def of(cls, threshold: float | None, labels: bool, duplicates: str, value: object) -> Rule:
-        """Make a rule, and refuse one that reads values if there are none."""
-        rule = cls(threshold, labels, duplicates)
-        if rule.reads_value and value is None:
+        if self.reads_value and value is None:
             check.fail("value", None, "a value column, which threshold and labels=True need")
-        return rule
 
     @property
     def reads_value(self) -> bool:

@@ -67,9 +67,8 @@ def _lists(path: PathLike, separator: str | None, encoding: str, left_name: str,
         lengths.append(len(fields) - 1)
         members += fields[1:]
     if not members:
-        check.fail(
-            "path", f"{path}, which has no line with two ids", f"lines '{left_name} {right_name} {right_name} …'"
-        )
+        expected = f"lines '{left_name} {right_name} {right_name} …'"
+        check.fail("path", f"{path}, which has no line with two ids", expected)
     left = np.repeat(np.asarray(heads, dtype=object), lengths)
     found = Interactions.from_arrays(left, members, left_name=left_name, right_name=right_name)
     return found.renamed(left_name, right_name, lines_without_pairs=alone)
@@ -111,17 +110,8 @@ def edge_list(
             else:
                 source, separator = one_byte(data, separator.encode())
             encoding = "utf8"
-        found = Interactions.from_csv(
-            source,
-            left,
-            right,
-            separator=separator,
-            header=header,
-            quote=None,
-            comment=comment,
-            encoding=encoding,
-            **options,
-        )
+        form: dict[str, Any] = {"separator": separator, "header": header, "quote": None, "comment": comment}
+        found = Interactions.from_csv(source, left, right, encoding=encoding, **form, **options)
     return found if header else found.renamed("left", "right")
 
 
@@ -239,10 +229,8 @@ def extreme_classification(path: PathLike) -> Extreme:
         if len(numbers) != 3 or not all(x.isascii() and x.isdecimal() and len(x) <= 10 for x in numbers):
             check.fail("path", f"{path}, whose first line is not three numbers", "a line 'points features labels'")
         points, features, labels = map(int, numbers)
-        label_columns, columns, values = array("q"), array("q"), array("d")
-        label_counts: list[int] = []
-        counts: list[int] = []
-        size = 0
+        label_columns, columns, values, size = array("q"), array("q"), array("d"), 0
+        label_counts, counts = list[int](), list[int]()
         for number, line in numbered:
             try:
                 point_labels, places, cells = _point(line)
