@@ -188,8 +188,7 @@ class Text(Encoder):
         return 1 << self.bits
 
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
-        places: list[int] = []
-        counts = []
+        places, counts = list[int](), list[int]()
         for cell in frames.texts(column).to_list():
             found = [zlib.crc32(gram.encode()) & ((1 << self.bits) - 1) for gram in grams(cell or "", self.ngrams)]
             places += found
@@ -272,12 +271,9 @@ def from_plain(plain: dict[str, object]) -> Encoder:
 
 
 def _vectors(column: Series, width: int | None) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """The vectors that are there, one a row, and where there is none.
-
-    Text is taken as numbers between commas or blanks, with or without brackets.
-    """
+    """The vectors that are there, one a row, and where there is none."""
     pl = frames.polars()
-    if column.dtype == pl.String:
+    if column.dtype == pl.String:  # numbers between commas or blanks, with or without brackets
         bare = column.str.strip_chars("[]() \t").replace("", None)
         column = bare.str.replace_all(r"[,;\s]+", " ").str.split(" ")
     elif isinstance(column.dtype, pl.Array):

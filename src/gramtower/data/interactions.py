@@ -161,7 +161,7 @@ class Interactions:
             same_entities: whether both sides are one set of entities; see the class.
         """
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value, weight, time)
+        texts, others = _choices(left, right, value=value, weight=weight, time=time)
         source = path if isinstance(path, bytes) else existing("path", path)
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
         with reading("text" if isinstance(source, bytes) else source):
@@ -195,7 +195,7 @@ class Interactions:
         folder, in any thread, with a :class:`gramtower.data.parquet.ReadingProgress`.
         """
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value, weight, time)
+        texts, others = _choices(left, right, value=value, weight=weight, time=time)
         source = existing("path", path, folder=True)
         if source.is_dir():
             from gramtower.data.parquet import read_folder
@@ -222,7 +222,7 @@ class Interactions:
     ) -> Interactions:
         """Read pairs from a polars, pandas or pyarrow table or a mapping of columns; see :meth:`from_csv`."""
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value, weight, time)
+        texts, others = _choices(left, right, value=value, weight=weight, time=time)
         return cls._from_columns(frames.take("frame", frame, texts + others), others, rule, same_entities)
 
     @classmethod
@@ -395,11 +395,9 @@ def _counts(matrix: sp.csr_matrix) -> dict[str, int]:
     return {"pairs": int(matrix.nnz), "left": matrix.shape[0], "right": matrix.shape[1]}
 
 
-def _choices(
-    left: Column, right: Column, value: Column | None, weight: Column | None, time: Column | None
-) -> tuple[list[Choice], list[Choice]]:
-    others = [("value", value), ("weight", weight), ("time", time)]
-    return [("left", left), ("right", right)], [(name, column) for name, column in others if column is not None]
+def _choices(left: Column, right: Column, **others: Column | None) -> tuple[list[Choice], list[Choice]]:
+    chosen = [(name, column) for name, column in others.items() if column is not None]
+    return [("left", left), ("right", right)], chosen
 
 
 class PairSamples:
@@ -449,15 +447,10 @@ def pairs_of(given: PairsLike) -> Interactions | SparseMatrix | TableLike:
 
 
 def union(known: Interactions, more: Interactions, name: str = "more", add_new: bool = True) -> Interactions:
-    """Combine two sets of pairs: the entities of the first, then the new entities of the second.
+    """Combine two sets of pairs: the entities of the first, which keep their places, then the new ones of the second.
 
-    If both have a pair, the label, weight and time of the second are kept. Cost: O(pairs log pairs).
-
-    Args:
-        known: the first set; its rows and columns keep their positions.
-        more: the second set; missing weights are 1, and times are kept if both sets have them.
-        name: the argument that holds the second set, for errors.
-        add_new: whether new entities of ``more`` are added; otherwise their pairs are dropped.
+    If both have a pair, the label, weight and time of the second are kept. Missing weights are 1, and times are kept if
+    both sets have them. Without ``add_new`` the pairs of new entities are dropped. Cost: O(pairs log pairs).
     """
     rows, left_ids = _places(f"{name}: left ids", known.left_ids, more.left_ids, add_new)
     columns, right_ids = _places(f"{name}: right ids", known.right_ids, more.right_ids, add_new)
@@ -479,10 +472,8 @@ def union(known: Interactions, more: Interactions, name: str = "more", add_new: 
         weights = np.concatenate([parts[0], parts[1][kept]])[chosen]
     if known.times is not None and more.times is not None:
         times = np.concatenate([known.times, more.times[kept]])[chosen]
-    left, right = (
-        size if count == len(ids) else None
-        for size, count, ids in zip(known.numbered, shape, (known.left_ids, known.right_ids), strict=True)
-    )
+    sizes = zip(known.numbered, shape, known.shape, strict=True)
+    left, right = (size if after == before else None for size, after, before in sizes)
     return replace(
         known, matrix=matrix, left_ids=left_ids, right_ids=right_ids, weights=weights, times=times,
         report=_counts(matrix), numbered=(left, right),

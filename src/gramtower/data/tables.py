@@ -219,10 +219,7 @@ class FeatureTable:
         return [encoder.column for encoder in self.encoders]
 
     def encode(self, ids: IdsLike) -> sp.csr_matrix:
-        """Encode the features of some entities, in the order of ``ids``.
-
-        An id that is not in the table gets the row of an entity with only missing values.
-        """
+        """Encode the features of some entities; an id that is not in the table has only missing values."""
         rows = self.match(ids)
         if rows.max(initial=-1) < self._matrix.shape[0]:
             return sp.csr_matrix(self._matrix[rows])
@@ -304,9 +301,8 @@ def _sparse(parts: list[NDArray[np.float32] | sp.csr_matrix]) -> list[sp.csr_mat
     blocks: list[sp.csr_matrix] = []
     for dense, group in groupby(parts, lambda part: isinstance(part, np.ndarray)):
         run = list(group)
-        blocks += (
-            [sp.csr_matrix(np.hstack(run[at : at + _DENSE])) for at in range(0, len(run), _DENSE)] if dense else run
-        )
+        steps = range(0, len(run), _DENSE)
+        blocks += [sp.csr_matrix(np.hstack(run[at : at + _DENSE])) for at in steps] if dense else run
     return blocks
 
 

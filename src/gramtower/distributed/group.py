@@ -108,7 +108,8 @@ class Group:
 
     def from_first(self, value: T) -> T:
         """Broadcast a JSON value of the first process."""
-        return value
+        found: T = self.gather_json(value if self.rank == 0 else None)[0]
+        return found
 
     def gather_json(self, value: object) -> list[Any]:
         """All-gather JSON values by rank."""
@@ -166,10 +167,6 @@ class ProcessGroup(Group):
         self._call("totals", lambda: self._gather(gathered, local))
         rows = gathered.view(self.size, len(numbers)).tolist()
         return tuple(sum(column) for column in zip(*rows, strict=True))
-
-    def from_first(self, value: T) -> T:
-        found: T = self.gather_json(value if self.rank == 0 else None)[0]
-        return found
 
     def gather_json(self, value: object) -> list[Any]:
         """All-gather values as JSON text, so that nothing is unpickled."""
