@@ -121,11 +121,11 @@ def child(folder: Path, what: str, repeats: int) -> None:
     busy: dict[str, list[float]] = {"gradient": [], "product": []}  # the same in CPU seconds of this process
     for _ in range(repeats):
         for name, run in (("gradient", point.gradient), ("product", lambda: G.product(gradient, out))):
-            group.barrier()
+            group.totals(0.0)  # waits for all
             start, cpu = time.perf_counter(), time.process_time()
             run()
             busy[name].append(time.process_time() - cpu)
-            group.barrier()
+            group.totals(0.0)  # waits for all
             times[name].append(time.perf_counter() - start)
     answer = {
         "value": value, "norm": out.norm(), "rows": problem.left.rows + problem.right.rows, "pairs": len(problem.pairs),

@@ -26,7 +26,7 @@ from common import write_result
 import gramtower as gt
 from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.interning import Table
-from gramtower.data.merge import merge
+from gramtower.data.matrices import merge
 from gramtower.data.pairs import bin_count, from_sparse
 from gramtower.distributed.group import SINGLE
 from gramtower.training.checkpoint import sparse_digest

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gramtower.distributed import agreement
-from gramtower.distributed.agreement import Digest
-from gramtower.distributed.group import SINGLE
+from gramtower.distributed import group
+from gramtower.distributed.group import SINGLE, Digest
 from gramtower.training import checkpoint
 from gramtower.training.checkpoint import sparse_digest
 
@@ -42,7 +41,7 @@ def by_hand(keys, values):
 @pytest.mark.parametrize("many", [1, 1 << 30], ids=["compiled", "numpy"])
 def test_sparse_rows_have_the_digest_of_their_entries(many, threads, monkeypatch):
     monkeypatch.setattr(checkpoint, "_MANY", many)
-    monkeypatch.setattr(agreement, "_CHUNK", 700)
+    monkeypatch.setattr(group, "_CHUNK", 700)
     offsets, columns, values, keys = entries()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -13,7 +13,7 @@ import torch
 
 from gramtower.data import grouping
 from gramtower.data.grouping import Piece, group
-from gramtower.data.merge import RULES, ordered_merge
+from gramtower.data.matrices import RULES, ordered_merge
 
 
 def rows_of(total, shape, seed=0):

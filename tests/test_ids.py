@@ -82,7 +82,7 @@ def test_one_type_is_found_for_a_column(cells, expected):
         assert pairs.left_ids.dtype == (np.int64 if isinstance(expected[0], int) else object)
 
 
-@pytest.mark.filterwarnings("ignore::gramtower.data.merge.LeftOutWarning")
+@pytest.mark.filterwarnings("ignore::gramtower._util.checks.LeftOutWarning")
 def test_missing_ids_leave_numbers_numbers():
     for cells in ([7, None, 8], [7.0, float("nan"), 8.0], np.ma.masked_array([7, 1, 8], [False, True, False])):
         assert Interactions.from_arrays(cells, [1, 2, 3]).left_ids.tolist() == [7, 8]

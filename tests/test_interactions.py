@@ -16,7 +16,7 @@ from cases import zstandard
 from gramtower._util.checks import LeftOutWarning
 from gramtower.data.ids import by_appearance
 from gramtower.data.interactions import Interactions
-from gramtower.data.merge import ordered
+from gramtower.data.matrices import ordered
 
 pl = pytest.importorskip("polars", reason="reading tables needs polars")
 

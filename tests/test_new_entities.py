@@ -356,7 +356,7 @@ def test_towers_with_expected_ids_embed_trained_entities_as_before(hidden, norma
     model = small(hidden=hidden, normalize=normalize).fit(
         train, ["id", "history", left], ["id*0.5", group_table(table)]
     )
-    from gramtower.data.features import as_features
+    from gramtower.data.pairs import as_features
     from gramtower.model.fit_data import prepare_data
 
     data = prepare_data(model, train, ["id", "history", left], ["id*0.5", group_table(table)])

@@ -19,7 +19,7 @@ from torch import nn
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
-from gramtower.data.features import as_features
+from gramtower.data.pairs import as_features
 from gramtower.engine.kernels import elementwise, reference
 from gramtower.engine.objective import planning as plan_module
 from gramtower.engine.objective.planning import Streamed

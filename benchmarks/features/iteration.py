@@ -47,7 +47,7 @@ from torch import Tensor
 import gramtower as gt
 from gramtower.data import readers
 from gramtower.data.datasets import planted_pairs
-from gramtower.data.features import SparseBlock
+from gramtower.data.pairs import SparseBlock
 from gramtower.engine.kernels import select
 from gramtower.engine.objective.kronecker import _ROWS as SAMPLED
 from gramtower.engine.objective.problem import Problem

@@ -49,7 +49,7 @@ EXPERIMENT = (
     b"[data]\nshape = [20, 10, 40]\n[problem]\nomega = 0.1\n[towers]\ndim = 4\n[optimizers.gd]\n[run]\niterations = 2\n"
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::gramtower.data.merge.LeftOutWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::gramtower._util.checks.LeftOutWarning")
 
 
 def dump(table, columns, rows):

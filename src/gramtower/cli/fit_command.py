@@ -29,7 +29,7 @@ from gramtower.cli.options import (
 from gramtower.cli.output import note, print_answer
 from gramtower.cli.reading import held_out_of, read_pairs, seen_line, tower_features, validation_of
 from gramtower.data.interactions import Interactions
-from gramtower.data.merge import rows_left_out
+from gramtower.data.matrices import rows_left_out
 from gramtower.distributed.group import Group
 from gramtower.distributed.launch import joined
 from gramtower.distributed.partition import Shard, is_partition, read_part

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util.schema import build
 from gramtower.data import frames
+from gramtower.data.matrices import ones_at
 
 if TYPE_CHECKING:
     from polars import Series
@@ -187,8 +188,7 @@ class Text(Encoder):
         return 1 << self.bits
 
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
-        places: list[int] = []
-        counts = []
+        places, counts = list[int](), list[int]()
         for cell in frames.texts(column).to_list():
             found = [zlib.crc32(gram.encode()) & ((1 << self.bits) - 1) for gram in grams(cell or "", self.ngrams)]
             places += found
@@ -271,12 +271,9 @@ def from_plain(plain: dict[str, object]) -> Encoder:
 
 
 def _vectors(column: Series, width: int | None) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """The vectors that are there, one a row, and where there is none.
-
-    Text is taken as numbers between commas or blanks, with or without brackets.
-    """
+    """The vectors that are there, one a row, and where there is none."""
     pl = frames.polars()
-    if column.dtype == pl.String:
+    if column.dtype == pl.String:  # numbers between commas or blanks, with or without brackets
         bare = column.str.strip_chars("[]() \t").replace("", None)
         column = bare.str.replace_all(r"[,;\s]+", " ").str.split(" ")
     elif isinstance(column.dtype, pl.Array):
@@ -312,13 +309,9 @@ def _places(texts: Series, values: Sequence[str]) -> NDArray[np.int64]:
 
 
 def _ones(rows: NDArray[np.int64], places: NDArray[np.int64], height: int, width: int) -> sp.csr_matrix:
-    """1 at (row, place) for every place that is not -1."""
+    """1 at (row, place) for every place that is not -1; an element named twice counts once."""
     present = places >= 0
-    entries = (np.ones(int(present.sum()), np.float32), (rows[present], places[present]))
-    matrix = sp.csr_matrix(entries, shape=(height, width))
-    matrix.sum_duplicates()  # which scipy 1.13.0 leaves
-    matrix.data[:] = 1  # an element named twice counts once
-    return matrix
+    return ones_at(rows[present], places[present], (height, width))
 
 
 def _exploded(column: Series, separator: str) -> tuple[NDArray[np.int64], Series]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, Union, cast
@@ -19,7 +20,7 @@ from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.optional import need
 from gramtower.data import sources
-from gramtower.data.sources import BOM, PACKED, existing, reading
+from gramtower.data.sources import BOM, PACKED, PathLike, existing, reading
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,7 +74,6 @@ def text_bytes(path: Path, encoding: str) -> bytes:
 
 
 def _as_utf8(where: Path | str, data: bytes, encoding: str) -> bytes:
-    """Convert text to UTF-8 without a byte order mark; UTF-8 is not copied."""
     if not sources.is_utf8(encoding):
         return sources.decoded(where, data, encoding).encode()
     sources.refuse_utf16(where, data)
@@ -119,11 +119,6 @@ def pick_all(choices: Sequence[Choice], present: Sequence[str]) -> list[str]:
     ]
 
 
-def _in_order(names: Sequence[str], present: Sequence[str]) -> list[str]:
-    chosen = set(names)
-    return [name for name in present if name in chosen]
-
-
 def read_csv(
     source: Path | bytes,
     texts: Sequence[Choice] | None,
@@ -146,10 +141,14 @@ def read_csv(
             present = pl.read_csv(given, n_rows=0 if header else 1, infer_schema=False, **options).columns
             texts = [(label, name) for name in present] if texts is None else texts
             names = pick_all((*texts, *others), present)
-            if header:
-                _refuse_twice(label, where, (*texts, *others), present)
-            form: dict[str, Any] = {"columns": _in_order(names, present), **options}
-            overrides = dict.fromkeys(names[: len(texts)], pl.String)
+            end = "_duplicated_0"  # what polars adds to the second of two
+            twice = {name.removesuffix(end) for name in present if header and name.endswith(end)}
+            for _, column in (*texts, *others):
+                if column in twice:
+                    expected = "column names that differ, or a position"
+                    check.fail(label, f"{where}, whose header has {column!r} twice", expected)
+            chosen, overrides = set(names), dict.fromkeys(names[: len(texts)], pl.String)
+            form: dict[str, Any] = {"columns": [name for name in present if name in chosen], **options}
             try:
                 table = pl.read_csv(given, schema_overrides=overrides, try_parse_dates=True, **form)
             except pl.exceptions.ComputeError:  # a column that turned out not to be what its first rows look like
@@ -176,14 +175,6 @@ def _options(separator: str, header: bool, quote: str | None, comment: str | Non
         check.fail("comment", repr(comment), "the beginning of lines to skip, or None")
     form = {"separator": separator, "has_header": header, "quote_char": quote, "comment_prefix": comment}
     return form | {"encoding": "utf8", "glob": False}
-
-
-def _refuse_twice(label: str, where: Path | str, choices: Sequence[Choice], present: Sequence[str]) -> None:
-    """Refuse a chosen name that the header has twice; polars calls the second x_duplicated_0."""
-    renamed = {name.removesuffix("_duplicated_0") for name in present if name.endswith("_duplicated_0")}
-    for _, column in choices:
-        if column in renamed:
-            check.fail(label, f"{where}, whose header has {column!r} twice", "column names that differ, or a position")
 
 
 def _fault(given: Path | bytes, separator: str, quote: str | None, comment: str | None) -> str:
@@ -292,22 +283,29 @@ def _decoded(name: str, array: pa.Array) -> Series:
     return as_series(name, array.dictionary).gather(codes)
 
 
-def read_frame(name: str, path: Path) -> DataFrame:
-    """Read a whole Parquet or delimited file; all columns of a text file are text."""
-    found = existing(name, path)
-    with reading(found, name):
-        if suffix_of(found) in (".parquet", ".pq"):
-            columns = read_parquet(found, None, name)
-        else:
-            columns = read_csv(found, None, separator=separator_of(found), label=name)
-        made: DataFrame = polars().DataFrame(columns)
-        return made
+def read_columns(
+    name: str, source: TableLike | PathLike, texts: Sequence[Choice] | None, others: Sequence[Choice] = ()
+) -> list[Series]:
+    """Read columns of a table, or of a Parquet or delimited file: ``texts`` (None: all of a file), then ``others``."""
+    choices = None if texts is None else [*texts, *others]
+    if not isinstance(source, (str, os.PathLike)):
+        return take(name, source, choices or [])
+    path = existing(name, source)
+    if suffix_of(path) in (".parquet", ".pq"):
+        return read_parquet(path, choices, name)
+    return read_csv(path, texts, others, separator=separator_of(path), label=name)
+
+
+def read_frame(name: str, source: TableLike | PathLike) -> DataFrame:
+    """Convert a table, or read a whole Parquet or delimited file; all columns of a text file are text."""
+    if not isinstance(source, (str, os.PathLike)):
+        return as_frame(name, source)
+    return cast("DataFrame", polars().DataFrame(read_columns(name, check.path(name, source), None)))
 
 
 def take(name: str, frame: TableLike, choices: Sequence[Choice]) -> list[Series]:
     """Select some columns of a table."""
-    present = column_names(name, frame)
-    names = pick_all(choices, present)
+    names = pick_all(choices, column_names(name, frame))
     table = as_frame(name, frame, set(names))
     return [table[column] for column in names]
 
@@ -319,16 +317,13 @@ def as_frame(name: str, value: TableLike, columns: Set[str] | None = None) -> Da
         names = value.collect_schema().names()
         value = value.select([c for c in names if columns is None or c in columns]).collect()
     if isinstance(value, pl.DataFrame):
-        chosen: DataFrame = value.select([c for c in value.columns if columns is None or c in columns])
-        return chosen
+        return cast("DataFrame", value.select([c for c in value.columns if columns is None or c in columns]))
     if type(value).__module__.split(".")[0] == "pandas":
         return _from_pandas(value, columns)
     if isinstance(value, Mapping):
         kept = {str(k): v for k, v in value.items() if columns is None or str(k) in columns}
-        made: DataFrame = pl.DataFrame(
-            {k: _from_cells(k, v) if isinstance(v, list) else v for k, v in kept.items()}, strict=False
-        )
-        return made
+        cells = {k: _from_cells(k, v) if isinstance(v, list) else v for k, v in kept.items()}
+        return cast("DataFrame", pl.DataFrame(cells, strict=False))
     if hasattr(value, "__arrow_c_stream__"):
         return as_frame(name, pl.DataFrame(value), columns)
     check.fail(name, type(value).__name__, "a polars, pandas or pyarrow table, or a mapping of columns")
@@ -349,19 +344,16 @@ def _from_pandas(value: pd.DataFrame, columns: Set[str] | None) -> DataFrame:
         except (ImportError, TypeError, ValueError):
             pairs = zip(cells.tolist(), cells.isna().tolist(), strict=True)
             made.append(_from_cells(str(column), [None if missing else cell for cell, missing in pairs]))
-    table: DataFrame = pl.DataFrame(made)
-    return table
+    return cast("DataFrame", pl.DataFrame(made))
 
 
 def _from_cells(name: str, cells: list[object]) -> Series:
     """A column of Python values; of dtype Object if polars has no type for them."""
     pl = polars()
-    if len({type(cell) for cell in cells if cell is not None}) > 1:
-        return cast("Series", pl.Series(name, cells, dtype=pl.Object))
-    try:
-        return cast("Series", pl.Series(name, cells, strict=False))
-    except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
-        return cast("Series", pl.Series(name, cells, dtype=pl.Object))
+    if len({type(cell) for cell in cells if cell is not None}) <= 1:
+        with suppress(TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
+            return cast("Series", pl.Series(name, cells, strict=False))
+    return cast("Series", pl.Series(name, cells, dtype=pl.Object))
 
 
 def column_names(name: str, value: TableLike) -> list[str]:
@@ -417,16 +409,6 @@ def numbers(name: str, column: Series) -> Series:
     return result
 
 
-def _no_date(texts: Series) -> str:
-    """The first text that is not a date, or the first of all."""
-    pl = polars()
-    try:
-        wrong = texts.filter(texts.str.to_datetime(strict=False).is_null())
-    except pl.exceptions.PolarsError:
-        wrong = texts
-    return str((wrong if len(wrong) else texts)[0])
-
-
 def seconds(name: str, column: Series) -> Series:
     """Convert times to float64: dates and datetimes become seconds since 1970 (UTC unless they have a zone)."""
     pl = polars()
@@ -437,7 +419,10 @@ def seconds(name: str, column: Series) -> Series:
             try:
                 column = column.str.to_datetime()
             except pl.exceptions.PolarsError:
-                given = f"{_no_date(sample)!r} in column {column.name!r}"
+                wrong = sample.clear()
+                with suppress(pl.exceptions.PolarsError):
+                    wrong = sample.filter(sample.str.to_datetime(strict=False).is_null())
+                given = f"{str((wrong if len(wrong) else sample)[0])!r} in column {column.name!r}"
                 check.fail(name, given, "numbers, or dates such as 2020-01-31, in one format")
     if column.dtype == pl.Date:
         return column.cast(pl.Int32).cast(pl.Float64) * 86400

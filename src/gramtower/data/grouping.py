@@ -7,7 +7,7 @@
 
 So in addition to the arrays of the result there are a few pieces and a bucket for each thread: memory of a bucket is
 allocated as rows are moved there, while that of pieces is freed (host.own_pages). The result equals that of
-merge.ordered_merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
+matrices.ordered_merge and does not depend on the number of threads. Cost: O(rows log(entries of a row)).
 
 :func:`by_column` sorts the entries of a CSR pattern by column in the same two steps, which are stable: the entries of a
 column are in the order of rows, for any number of threads. Cost: O(|O|) time; 4 bytes for each entry besides results.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -77,20 +78,19 @@ def _to_buckets(
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], Numbers, NDArray[np.int64]]:
     """Left rows, columns and numbers of all pieces, bucket after bucket, and where each bucket begins."""
     left_rows, columns = renumber or (np.empty(0, np.int32), np.empty(0, np.int32))
-    starts = _count(pieces, shift, ((rows - 1) >> shift) + 1, left_rows)
+    starts = _starts([piece.left for piece in pieces], shift, ((rows - 1) >> shift) + 1, left_rows)
     total = sum(len(piece.left) for piece in pieces)
     left, right = host.own_pages(total, np.int32), host.own_pages(total, np.int32)
     names = list(pieces[0].numbers) if pieces else []
     numbers = {name: host.own_pages(total, np.float64 if name == "time" else _dtype(rule)) for name in names}
 
-    def work(first: int, last: int) -> None:
-        for number in range(first, last):
-            piece = pieces[number]
-            targets = np.empty(len(piece.left) if names else 0, np.int64)
-            _move(piece.left, piece.right, left_rows, columns, shift, starts[number], left, right, targets)
-            for name in names:
-                _scatter(piece.numbers[name], targets, numbers[name])
-            pieces[number] = Piece(left[:0], right[:0], {})
+    def work(number: int, _: int) -> None:
+        piece = pieces[number]
+        targets = np.empty(len(piece.left) if names else 0, np.int64)
+        _move(piece.left, piece.right, left_rows, columns, shift, starts[number], left, right, targets)
+        for name in names:
+            _scatter(piece.numbers[name], targets, numbers[name])
+        pieces[number] = Piece(left[:0], right[:0], {})
 
     parallel_for(work, list(range(len(pieces) + 1)))
     pieces.clear()
@@ -112,13 +112,12 @@ def _in_order(
     repeats: NDArray[np.int64] = np.full((buckets, 2), -1, np.int64)  # the first pair of a bucket that occurs twice
     arrays = [numbers.get(name, np.empty(0, np.float64 if name == "time" else _dtype(rule))) for name in _NUMBERS]
 
-    def work(first: int, last: int) -> None:
-        for b in range(first, last):
-            span = bounds[b], bounds[b + 1], b << shift, min(rows, (b + 1) << shift), left, right, counts
-            if numbers:
-                sizes[b] = _merge_rows(*span, *arrays, _RULES[rule], repeats[b])
-            else:
-                sizes[b] = _sort_rows(*span, repeats[b])
+    def work(b: int, _: int) -> None:
+        span = bounds[b], bounds[b + 1], b << shift, min(rows, (b + 1) << shift), left, right, counts
+        if numbers:
+            sizes[b] = _merge_rows(*span, *arrays, _RULES[rule], repeats[b])
+        else:
+            sizes[b] = _sort_rows(*span, repeats[b])
 
     parallel_for(work, list(range(buckets + 1)))
     if rule == "error" and (merged := len(left) - int(sizes.sum())):
@@ -132,18 +131,18 @@ def _dtype(rule: str) -> np.dtype[np.floating]:
     return np.dtype(np.float64 if rule == "sum" else np.float32)
 
 
-def _count(pieces: Sequence[Piece], shift: int, buckets: int, renumber: NDArray[np.int32]) -> NDArray[np.int64]:
+def _starts(
+    pieces: Sequence[NDArray[np.int32]], shift: int, buckets: int, renumber: NDArray[np.int32]
+) -> NDArray[np.int64]:
     """Where the rows of each piece begin in each bucket, pieces × buckets; bucket after bucket, piece after piece."""
     counts: NDArray[np.int64] = np.zeros((max(1, len(pieces)), buckets), np.int64)
 
-    def work(first: int, last: int) -> None:
-        for number in range(first, last):
-            _histogram(pieces[number].left, renumber, shift, counts[number])
+    def work(number: int, _: int) -> None:
+        _histogram(pieces[number], renumber, shift, counts[number])
 
     parallel_for(work, list(range(len(pieces) + 1)))
-    ends = np.cumsum(counts.T.reshape(-1))  # in order of (bucket, piece)
-    starts: NDArray[np.int64] = np.ascontiguousarray((ends - counts.T.reshape(-1)).reshape(buckets, -1).T)
-    return starts
+    flat = counts.T.reshape(-1)  # in order of (bucket, piece)
+    return np.ascontiguousarray((np.cumsum(flat) - flat).reshape(buckets, -1).T)
 
 
 def _compact(array: NDArray[Kind], bounds: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[Kind]:
@@ -287,31 +286,21 @@ def by_column(
     buckets = ((width - 1) >> shift) + 1
     cuts = np.linspace(0, total, min(rows_count, 4 * torch.get_num_threads()) + 1)
     blocks = [0, *np.searchsorted(offsets, cuts[1:-1]).tolist(), rows_count]
-    counts: NDArray[np.int64] = np.zeros((len(blocks) - 1, buckets), np.int64)
-
-    def count(first: int, last: int) -> None:
-        for b in range(first, last):
-            _histogram(columns[offsets[blocks[b]] : offsets[blocks[b + 1]]], columns[:0], shift, counts[b])
-
-    each = list(range(len(blocks)))
-    parallel_for(count, each)
-    flat = counts.T.reshape(-1)
-    starts = np.ascontiguousarray((np.cumsum(flat) - flat).reshape(buckets, -1).T)
+    pieces = [columns[offsets[first] : offsets[last]] for first, last in pairwise(blocks)]
+    starts = _starts(pieces, shift, buckets, columns[:0])
     bounds = np.append(starts[0], total)
     key, row = np.empty(total, np.int32), np.empty(total, np.int32)
     position: NDArray[np.integer] = np.empty(total, np.int32 if total < 2**31 else np.int64)
 
-    def move(first: int, last: int) -> None:
-        for b in range(first, last):
-            _move_entries(blocks[b], blocks[b + 1], offsets, columns, shift, starts[b], key, row, position)
+    def move(b: int, _: int) -> None:
+        _move_entries(blocks[b], blocks[b + 1], offsets, columns, shift, starts[b], key, row, position)
 
-    parallel_for(move, each)
+    parallel_for(move, list(range(len(blocks))))
     found: NDArray[np.int64] = np.zeros(width + 1, np.int64)
 
-    def order(first: int, last: int) -> None:
-        for b in range(first, last):
-            columns_of = b << shift, min(width, (b + 1) << shift)
-            _order(bounds[b], bounds[b + 1], *columns_of, key, row, position, found)
+    def order(b: int, _: int) -> None:
+        columns_of = b << shift, min(width, (b + 1) << shift)
+        _order(bounds[b], bounds[b + 1], *columns_of, key, row, position, found)
 
     parallel_for(order, list(range(buckets + 1)))
     return found, row, position

@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -45,6 +45,9 @@ _CHUNK = 1 << 16  # codes renumbered at a time, so that what numpy makes of them
 _EXACT = 2**53  # floats beyond are not all the whole numbers there are
 _SPARE = 4  # numbers are their own codes where they span at most this many times their count
 _EXPECTED = "ids that are text or whole numbers"
+_NUMBER = re.compile(r"0|-?[1-9][0-9]*")  # whole numbers as Python writes them
+_NAMED = 3  # unknown ids that an error names
+_MOMENT = "a number, a date, a datetime, or text such as 2020-01-31 or 2020-01-31T12:00:00+01:00"
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,13 @@ def by_appearance(codes: NDArray[np.integer]) -> tuple[NDArray[np.integer], NDAr
     return result, first[used]
 
 
-def code_series(*columns: pl.Series) -> list[Coded]:
-    """Codes of polars columns of one length, as id_series returns them; text columns are coded in parallel.
+def code_series(**columns: pl.Series) -> list[Coded]:
+    """Codes of polars columns of ids by the names of arguments; text columns are coded in parallel.
 
     The code of a text is its position among the distinct texts, as in a polars Enum.
     """
     pl = frames.polars()
-    named = [column.alias(str(place)) for place, column in enumerate(columns)]
+    named = [id_series(name, columns.pop(name)).alias(name) for name in list(columns)]
     table = pl.DataFrame([column for column in named if column.dtype == pl.String])
     distinct = table.lazy().select(pl.all().unique().drop_nulls().implode()).collect()
     enums = [pl.col(name).cast(pl.Enum(distinct[name][0])).to_physical() for name in table.columns]
@@ -151,15 +154,12 @@ def id_series(name: str, column: pl.Series) -> pl.Series:
 
 
 def _from_objects(name: str, column: pl.Series) -> pl.Series:
-    polars = frames.polars()
     ids, missing = id_array(name, column.to_list())
-    cells = ids.tolist()
-    for place in [] if missing is None else np.flatnonzero(missing).tolist():
-        cells[place] = None
+    cells = ids.tolist() if missing is None else np.where(missing, np.array(None), ids).tolist()
     if ids.dtype == object:
         _check_unicode(name, {text for text in cells if text is not None})
-    made: pl.Series = polars.Series(column.name, cells, dtype=polars.String if ids.dtype == object else polars.Int64)
-    return made
+    kind = frames.polars().String if ids.dtype == object else frames.polars().Int64
+    return cast("pl.Series", frames.polars().Series(column.name, cells, dtype=kind))
 
 
 def id_array(name: str, values: object) -> tuple[Ids, NDArray[np.bool_] | None]:
@@ -171,7 +171,9 @@ def id_array(name: str, values: object) -> tuple[Ids, NDArray[np.bool_] | None]:
         if column.dtype == frames.polars().Int64:
             return _parts(column)
         return as_objects(column.to_list()), column.is_null().to_numpy() if column.null_count() else None
-    if isinstance(values, range):
+    if isinstance(values, Tensor):
+        values = check.as_array(name, values, "a sequence of ids")
+    elif isinstance(values, range):
         values = np.arange(values.start, values.stop, values.step)
     elif hasattr(values, "__array__") and not isinstance(values, np.ma.MaskedArray):
         values = np.asarray(values)
@@ -187,7 +189,7 @@ def id_array(name: str, values: object) -> tuple[Ids, NDArray[np.bool_] | None]:
     missing = absent if absent.any() else None
     if any(isinstance(key, str) for key in keys) or not keys:
         return as_objects([key if key is None else str(key) for key in keys]), missing
-    return np.array([_in_range(name, key or 0) for key in keys], dtype=np.int64), missing
+    return np.array([_in_range(name, int(key or 0)) for key in keys], dtype=np.int64), missing
 
 
 def integers(name: str, values: NDArray[np.number]) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
@@ -213,9 +215,7 @@ def is_missing(cell: object) -> bool:
 
 def key_of(name: str, cell: object) -> Key:
     """Convert one id to text or a whole number (7.0 is 7)."""
-    if isinstance(cell, str):
-        return str(cell)
-    if isinstance(cell, uuid.UUID):
+    if isinstance(cell, (str, uuid.UUID)):
         return str(cell)
     if isinstance(cell, (int, np.integer)) and not isinstance(cell, bool):
         return int(cell)
@@ -226,10 +226,10 @@ def key_of(name: str, cell: object) -> Key:
     check.fail(name, repr(cell), _EXPECTED)
 
 
-def _in_range(name: str, key: Key) -> int:
-    if not -(2**63) <= int(key) < 2**63:
+def _in_range(name: str, key: int) -> int:
+    if not -(2**63) <= key < 2**63:
         check.fail(name, key, "whole numbers from -2^63 to 2^63 - 1, or text: str(id)")
-    return int(key)
+    return key
 
 
 def _check_unicode(name: str, texts: Iterable[str]) -> None:
@@ -258,10 +258,6 @@ def as_objects(texts: Sequence[object]) -> NDArray[np.object_]:
     result = np.empty(len(texts), dtype=object)
     result[:] = texts
     return result
-
-
-_NUMBER = re.compile(r"0|-?[1-9][0-9]*")  # whole numbers as Python writes them
-_NAMED = 3  # unknown ids that an error names
 
 
 def index_of(ids: Ids) -> dict[Key, int]:
@@ -356,16 +352,14 @@ def _texts(prefix: str, text: Tensor, offsets: Tensor) -> NDArray[np.object_]:
     if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(text) or (bounds[1:] < bounds[:-1]).any():
         check.fail(f"ids: {prefix}offsets", f"{len(bounds)} offsets", f"offsets that rise from 0 to {len(text)}")
     data = text.numpy().tobytes()
-    if data.isascii():  # one decoding for all: every byte is a character
-        letters = data.decode()
-        return as_objects([letters[a:b] for a, b in itertools.pairwise(bounds.tolist())])
+    spans = itertools.pairwise(bounds.tolist())
     try:
-        return as_objects([data[a:b].decode() for a, b in itertools.pairwise(bounds.tolist())])
+        if data.isascii():  # one decoding for all: every byte is a character
+            letters = data.decode()
+            return as_objects([letters[a:b] for a, b in spans])
+        return as_objects([data[a:b].decode() for a, b in spans])
     except UnicodeDecodeError as error:
         check.fail(f"ids: {prefix}text", f"bytes that are not UTF-8 ({error.reason})", "ids in UTF-8")
-
-
-_MOMENT = "a number, a date, a datetime, or text such as 2020-01-31 or 2020-01-31T12:00:00+01:00"
 
 
 def moment(name: str, value: object) -> float:

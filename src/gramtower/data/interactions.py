@@ -1,7 +1,7 @@
 """Interactions: observed pairs with ids, weights and times, read from files, frames or arrays into one CSR matrix.
 
 Ids are whole numbers or text (data/ids.py has the rules); rows are numbered in order of first appearance among the rows
-kept. Cost: O(rows) time and memory in addition to reading the file; data/merge.py describes the order of entries.
+kept. Cost: O(rows) time and memory in addition to reading the file; data/matrices.py describes the order of entries.
 """
 
 from __future__ import annotations
@@ -28,14 +28,21 @@ from gramtower.data.ids import (
     as_known,
     code_series,
     code_values,
-    id_series,
     index_of,
     join,
     moments,
     rows_of,
 )
-from gramtower.data.matrices import SparseMatrix, are_one_set, canonical, checked, entry_mask
-from gramtower.data.merge import Rule, assemble, given_ids, warn_of_header
+from gramtower.data.matrices import (
+    Rule,
+    SparseMatrix,
+    are_one_set,
+    assemble,
+    canonical,
+    checked,
+    entry_mask,
+    warn_of_header,
+)
 from gramtower.data.sources import PathLike, existing, reading
 
 if TYPE_CHECKING:
@@ -153,8 +160,8 @@ class Interactions:
             encoding: text encoding; any name that Python knows.
             same_entities: whether both sides are one set of entities; see the class.
         """
-        rule = Rule.of(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value, weight, time)
+        rule = Rule(threshold, labels, duplicates, value)
+        texts, others = _choices(left, right, value=value, weight=weight, time=time)
         source = path if isinstance(path, bytes) else existing("path", path)
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
         with reading("text" if isinstance(source, bytes) else source):
@@ -187,8 +194,8 @@ class Interactions:
         key=value give a column ``key``; a row without an id is an error. ``progress`` is called after each batch of a
         folder, in any thread, with a :class:`gramtower.data.parquet.ReadingProgress`.
         """
-        rule = Rule.of(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value, weight, time)
+        rule = Rule(threshold, labels, duplicates, value)
+        texts, others = _choices(left, right, value=value, weight=weight, time=time)
         source = existing("path", path, folder=True)
         if source.is_dir():
             from gramtower.data.parquet import read_folder
@@ -214,8 +221,8 @@ class Interactions:
         same_entities: bool | None = None,
     ) -> Interactions:
         """Read pairs from a polars, pandas or pyarrow table or a mapping of columns; see :meth:`from_csv`."""
-        rule = Rule.of(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value, weight, time)
+        rule = Rule(threshold, labels, duplicates, value)
+        texts, others = _choices(left, right, value=value, weight=weight, time=time)
         return cls._from_columns(frames.take("frame", frame, texts + others), others, rule, same_entities)
 
     @classmethod
@@ -239,8 +246,10 @@ class Interactions:
         Times are numbers, or dates, datetimes, datetime64 or ISO 8601 text, UTC unless they have a zone. The other
         arguments are those of :meth:`from_csv`. Does not need polars.
         """
-        rule = Rule.of(threshold, labels, duplicates, value)
-        left, right = given_ids("left", left), given_ids("right", right)
+        rule = Rule(threshold, labels, duplicates, value)
+        for name, ids in (("left", left), ("right", right)):
+            if sp.issparse(ids):
+                check.fail(name, "a sparse matrix", "a sequence of ids; from_matrix takes a matrix")
         given = {"value": value if rule.reads_value else None, "weight": weight}
         numbers = {name: check.as_float_array(name, x) for name, x in given.items() if x is not None}
         if time is not None:
@@ -281,7 +290,7 @@ class Interactions:
                 read = frames.seconds if name == "time" else frames.numbers
                 numbers[name] = read(name, column).to_numpy()  # a missing number is NaN from here on
         left_name, right_name = columns[0].name, columns[1].name
-        left, right = code_series(id_series("left", columns.pop(0)), id_series("right", columns.pop(0)))
+        left, right = code_series(left=columns.pop(0), right=columns.pop(0))
         fields = assemble(left, right, numbers, rule)
         return cls(**vars(fields), left_name=left_name, right_name=right_name, same_entities=same_entities)
 
@@ -304,9 +313,8 @@ class Interactions:
         sizes["share of all pairs"] = len(self) / max(1, m * n)
         extra = {"labels": bool(len(self)) and not bool((matrix.data == 1).all()), "weights": self.weights is not None}
         extra |= {"times": self.times is not None, "one set of entities": self.one_set}
-        sizes["with"] = (
-            ", ".join(name for name, there in extra.items() if there) or "all labels 1, no weights, no times"
-        )
+        there = ", ".join(name for name, found in extra.items() if found)
+        sizes["with"] = there or "all labels 1, no weights, no times"
         rows = np.searchsorted(matrix.indptr, np.arange(min(_SHOWN, len(self))), side="right") - 1
         first = [
             (self.left_ids[row], self.right_ids[matrix.indices[place]], f"{matrix.data[place]:g}")
@@ -345,16 +353,11 @@ class Interactions:
         Args:
             entries: a mask over the stored entries (``matrix.data``), or their distinct positions.
         """
-        chosen = entry_mask("entries", entries, len(self))
-        old = self.matrix
-        before = np.concatenate([[0], np.cumsum(chosen)])
-        offsets = before[old.indptr].astype(old.indptr.dtype)
+        chosen, old = entry_mask("entries", entries, len(self)), self.matrix
+        offsets = np.concatenate([[0], np.cumsum(chosen)])[old.indptr].astype(old.indptr.dtype)
         matrix = sp.csr_matrix((old.data[chosen], old.indices[chosen], offsets), shape=old.shape)
-        times = None if self.times is None else self.times[chosen]
-        weights = None if self.weights is None else self.weights[chosen]
-        return replace(
-            self, matrix=matrix, times=times, weights=weights, report=_counts(matrix), same_entities=self.one_set
-        )
+        times, weights = (None if array is None else array[chosen] for array in (self.times, self.weights))
+        return self._with(matrix, times=times, weights=weights)
 
     def without_empty(self) -> Interactions:
         """Remove the entities without pairs: no row and no column of the matrix is empty."""
@@ -367,10 +370,10 @@ class Interactions:
         offsets = np.append(old.indptr[rows], old.indptr[-1])  # rows between two that are kept are empty
         shape = (len(rows), int(kept.sum()))
         matrix = sp.csr_matrix((old.data, columns, offsets), shape=shape)
-        left, right = self.left_ids[rows], self.right_ids[kept]
-        return replace(
-            self, matrix=matrix, left_ids=left, right_ids=right, report=_counts(matrix), same_entities=self.one_set
-        )
+        return self._with(matrix, left_ids=self.left_ids[rows], right_ids=self.right_ids[kept])
+
+    def _with(self, matrix: sp.csr_matrix, **fields: NDArray[Any] | None) -> Interactions:
+        return replace(self, matrix=matrix, report=_counts(matrix), same_entities=self.one_set, **fields)  # type: ignore[arg-type]
 
     def with_matrix(self, matrix: SparseMatrix) -> Interactions:
         """Make other pairs of the same entities; times and weights are dropped."""
@@ -392,11 +395,9 @@ def _counts(matrix: sp.csr_matrix) -> dict[str, int]:
     return {"pairs": int(matrix.nnz), "left": matrix.shape[0], "right": matrix.shape[1]}
 
 
-def _choices(
-    left: Column, right: Column, value: Column | None, weight: Column | None, time: Column | None
-) -> tuple[list[Choice], list[Choice]]:
-    others = [("value", value), ("weight", weight), ("time", time)]
-    return [("left", left), ("right", right)], [(name, column) for name, column in others if column is not None]
+def _choices(left: Column, right: Column, **others: Column | None) -> tuple[list[Choice], list[Choice]]:
+    chosen = [(name, column) for name, column in others.items() if column is not None]
+    return [("left", left), ("right", right)], chosen
 
 
 class PairSamples:
@@ -446,15 +447,10 @@ def pairs_of(given: PairsLike) -> Interactions | SparseMatrix | TableLike:
 
 
 def union(known: Interactions, more: Interactions, name: str = "more", add_new: bool = True) -> Interactions:
-    """Combine two sets of pairs: the entities of the first, then the new entities of the second.
+    """Combine two sets of pairs: the entities of the first, which keep their places, then the new ones of the second.
 
-    If both have a pair, the label, weight and time of the second are kept. Cost: O(pairs log pairs).
-
-    Args:
-        known: the first set; its rows and columns keep their positions.
-        more: the second set; missing weights are 1, and times are kept if both sets have them.
-        name: the argument that holds the second set, for errors.
-        add_new: whether new entities of ``more`` are added; otherwise their pairs are dropped.
+    If both have a pair, the label, weight and time of the second are kept. Missing weights are 1, and times are kept if
+    both sets have them. Without ``add_new`` the pairs of new entities are dropped. Cost: O(pairs log pairs).
     """
     rows, left_ids = _places(f"{name}: left ids", known.left_ids, more.left_ids, add_new)
     columns, right_ids = _places(f"{name}: right ids", known.right_ids, more.right_ids, add_new)
@@ -462,7 +458,8 @@ def union(known: Interactions, more: Interactions, name: str = "more", add_new: 
     first, second = known.matrix.tocoo(), more.matrix.tocoo()
     i, j = rows[second.row], columns[second.col]
     kept = (i >= 0) & (j >= 0)
-    keys = np.concatenate([_keys(first.row, first.col, shape), _keys(i[kept], j[kept], shape)])
+    ends = ((first.row, first.col), (i[kept], j[kept]))
+    keys = np.concatenate([row.astype(np.int64) * shape[1] + column for row, column in ends])
     order = np.argsort(keys, kind="stable")
     last = np.append(np.diff(keys[order]) > 0, True)[: len(order)]  # of the entries of one pair, the second's
     chosen = order[last]
@@ -475,18 +472,12 @@ def union(known: Interactions, more: Interactions, name: str = "more", add_new: 
         weights = np.concatenate([parts[0], parts[1][kept]])[chosen]
     if known.times is not None and more.times is not None:
         times = np.concatenate([known.times, more.times[kept]])[chosen]
-    left, right = (
-        size if count == len(ids) else None
-        for size, count, ids in zip(known.numbered, shape, (known.left_ids, known.right_ids), strict=True)
-    )
+    sizes = zip(known.numbered, shape, known.shape, strict=True)
+    left, right = (size if after == before else None for size, after, before in sizes)
     return replace(
         known, matrix=matrix, left_ids=left_ids, right_ids=right_ids, weights=weights, times=times,
         report=_counts(matrix), numbered=(left, right),
     )  # fmt: skip
-
-
-def _keys(rows: NDArray[np.integer], columns: NDArray[np.integer], shape: tuple[int, int]) -> NDArray[np.int64]:
-    return np.asarray(rows.astype(np.int64) * shape[1] + columns)
 
 
 def _places(name: str, known: Ids, given: Ids, add_new: bool) -> tuple[NDArray[np.int64], Ids]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
+from collections.abc import Iterator
 from typing import TypeVar
 
 import numpy as np
@@ -34,7 +35,7 @@ _NEVER = np.iinfo(np.int64).max
 class _Shard:
     """One hash table: ids, the smallest place of each, and their text if they are text."""
 
-    def __init__(self, text: bool) -> None:
+    def __init__(self) -> None:
         self.lock = threading.Lock()
         self.count = 0
         self.hashes = np.zeros(_LEAST, np.uint64)
@@ -43,7 +44,6 @@ class _Shard:
         self.keys = np.empty(0, np.int64)  # whole numbers, or where each text ends
         self.text = np.empty(0, np.uint8)
         self.used = 0  # bytes of text
-        self.is_text = text
 
     def reserve(self, more: int, size: int) -> None:
         """Room for more ids, and so many more bytes of text."""
@@ -73,7 +73,7 @@ class Table:
     def __init__(self, text: bool) -> None:
         self.text = text
         self._seed = np.uint64(secrets.randbits(64))  # nobody can choose ids that share a slot; results are the same
-        self._shards = [_Shard(text) for _ in range(SHARDS)]
+        self._shards = [_Shard() for _ in range(SHARDS)]
 
     def __len__(self) -> int:
         return sum(shard.count for shard in self._shards)
@@ -86,9 +86,7 @@ class Table:
         hashes = np.empty(len(lengths), np.uint64)
         _hash_texts(data, bounds, self._seed, hashes)
         marks: NDArray[np.int32] = np.full(len(lengths), -1, np.int32)
-        order, starts = _by_shard(hashes, places)
-        for number in _turns(turn):
-            mine, shard = order[starts[number] : starts[number + 1]], self._shards[number]
+        for number, shard, mine in self._turns(hashes, places, turn):
             with shard.lock:
                 shard.reserve(len(mine), int((bounds[mine + 1] - bounds[mine]).sum()))
                 shard.count, shard.used = _add_texts(
@@ -102,9 +100,7 @@ class Table:
         hashes = np.empty(len(values), np.uint64)
         _hash_numbers(values, self._seed, hashes)
         marks: NDArray[np.int32] = np.full(len(values), -1, np.int32)
-        order, starts = _by_shard(hashes, places)
-        for number in _turns(turn):
-            mine, shard = order[starts[number] : starts[number + 1]], self._shards[number]
+        for number, shard, mine in self._turns(hashes, places, turn):
             with shard.lock:
                 at = 0
                 while at < len(mine):  # few of the rows of a piece are new ids, so that no room is made for all
@@ -114,6 +110,16 @@ class Table:
                         shard.count, number, marks,
                     )  # fmt: skip
         return marks
+
+    def _turns(
+        self, hashes: NDArray[np.uint64], places: NDArray[np.int64], turn: int
+    ) -> Iterator[tuple[int, _Shard, NDArray[np.int64]]]:
+        """Yield each shard with the positions of its ids; threads begin with different ones."""
+        order, starts = np.empty(len(hashes), np.int64), np.zeros(SHARDS + 1, np.int64)
+        _sort_by_shard(hashes, places, order, starts)
+        for step in range(turn, turn + SHARDS):
+            number = step % SHARDS
+            yield number, self._shards[number], order[starts[number] : starts[number + 1]]
 
     def finish(self) -> NDArray[np.int32]:
         """For each mark the number of its id in order of first appearance; frees the slots."""
@@ -134,12 +140,8 @@ class Table:
         for number, shard in enumerate(self._shards):
             rows = numbers[number : shard.count * SHARDS : SHARDS]
             names[rows] = as_objects(shard.texts()) if self.text else shard.keys[: shard.count]
-            self._shards[number] = _Shard(self.text)
+            self._shards[number] = _Shard()
         return names
-
-
-def _turns(turn: int) -> list[int]:
-    return [(turn + step) % SHARDS for step in range(SHARDS)]
 
 
 def _grown(array: NDArray[Kind], size: int) -> NDArray[Kind]:
@@ -149,24 +151,14 @@ def _grown(array: NDArray[Kind], size: int) -> NDArray[Kind]:
     return larger
 
 
-def _by_shard(hashes: NDArray[np.uint64], places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    order, starts = np.empty(len(hashes), np.int64), np.zeros(SHARDS + 1, np.int64)
-    _sort_by_shard(hashes, places, order, starts)
-    return order, starts
-
-
-def first_rows(codes: NDArray[np.integer], kept: NDArray[np.bool_], distinct: int, base: int) -> NDArray[np.int64]:
-    """base + the first kept row of each code below ``distinct``; -1 for those without one."""
-    rows: NDArray[np.int64] = np.full(distinct, -1, np.int64)
-    _first_rows(codes, kept, base, rows)
-    return rows
-
-
 @compiled(nogil=True)
-def _first_rows(codes, kept, base, rows):  # type: ignore[no-untyped-def]  # pragma: no cover
+def first_rows(codes, kept, distinct, base):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """base + the first kept row of each code below ``distinct``; -1 for those without one."""
+    rows = np.full(distinct, -1, np.int64)
     for row in range(len(codes)):
         if kept[row] and rows[codes[row]] < 0:
             rows[codes[row]] = base + row
+    return rows
 
 
 @compiled(nogil=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -41,14 +40,10 @@ _MANIFEST, _KIND, _VERSION = "manifest.json", "gramtower lists", 1
 
 
 class ListFile:
-    """A writer for a table of lists.
+    """A writer for a table of lists of length k; the ending of ``path`` decides the format.
 
-    Args:
-        path: the table; its ending decides the format.
-        ids: ids of the left and of the right entities, int64 or text; None for row numbers.
-        sizes: numbers of left and right entities.
-        k: length of the lists.
-        marks: facts about the lists, as JSON values by name; a run continues only if they are equal.
+    ``ids`` and ``sizes`` are of the left and the right entities; None for row numbers. ``marks`` are facts about the
+    lists, as JSON values by name; a run continues only if they are equal.
     """
 
     def __init__(
@@ -59,7 +54,8 @@ class ListFile:
         k: int,
         marks: Mapping[str, object],
     ) -> None:
-        if path.suffix.lower() not in ENDINGS:
+        self._ending = path.suffix.lower()
+        if self._ending not in ENDINGS:
             check.fail("path", path, ".parquet, .csv or .tsv")
         if path.is_dir():
             check.fail("path", f"{path}, a folder", "a file, or a new name")
@@ -70,15 +66,13 @@ class ListFile:
         self._marks = {"k": k, "left entities": sizes[0], "rows of a part": self.rows, **marks}
 
     def begin(self, fresh: bool = False) -> int:
-        """Create or find the folder; returns how many parts it already has.
+        """Create or find the folder (``fresh``: without the parts of an earlier run); returns how many parts it has.
 
-        Args:
-            fresh: whether to remove the parts of an earlier run.
-
-        Raises:
-            ValueError: if the folder has parts of other lists, or the disk is too small.
+        Parts of other lists and a disk that is too small are refused.
         """
-        if (fresh and (self.folder / _MANIFEST).exists()) or self._has_only_parts():
+        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else [_MANIFEST]
+        only_parts = all(is_left_over(name) or _PART.fullmatch(name) for name in names)  # an interrupted start or end
+        if only_parts or (fresh and (self.folder / _MANIFEST).exists()):
             shutil.rmtree(self.folder)
         done, there = self._parts_there() if self.folder.exists() else (0, 0)
         self._check_room(there)
@@ -90,7 +84,7 @@ class ListFile:
         """Write the lists of a part, as top_k returns them; returns the number of answers."""
         table = self._table(part * self.rows, columns, values)
         with replacing(self._name(part)) as partial:
-            if self.path.suffix.lower() == ".parquet":
+            if self._ending == ".parquet":
                 table.write_parquet(partial, compression="lz4", statistics=False)  # the join takes its time
             else:
                 table.write_csv(partial, separator=frames.separator_of(self.path), include_header=part == 0)
@@ -100,7 +94,7 @@ class ListFile:
         """Join the parts into the table, which replaces an older one, and remove them."""
         names = [self._name(part) for part in range(self.parts)]
         with replacing(self.path) as partial:
-            if self.path.suffix.lower() == ".parquet":
+            if self._ending == ".parquet":
                 frames.polars().scan_parquet([name.absolute() for name in names], glob=False).sink_parquet(partial)
             else:
                 with partial.open("wb") as whole:
@@ -112,7 +106,7 @@ class ListFile:
     def room(self) -> int:
         """Estimate the bytes of parts and table."""
         answers, left, right = self.lists * self._k, _length(self._left), _length(self._right)
-        if self.path.suffix.lower() != ".parquet":
+        if self._ending != ".parquet":
             return round(2 * answers * (left + right + len(str(self._k)) + _SCORE + len(COLUMNS)))
         known = min(len(self._right), self.rows * self._k)  # each part has a dictionary of its ids
         return round(2 * (answers * (4 + 1 + _PLACE) + self.lists * left + self.parts * known * right))
@@ -124,17 +118,10 @@ class ListFile:
         right = self._right.gather(pl.Series(columns[kept], dtype=pl.UInt32))
         rank = pl.Series((places + 1).astype(np.int32))
         made = left, rank, right, pl.Series(values[kept])
-        table: DataFrame = pl.DataFrame([column.alias(name) for name, column in zip(COLUMNS, made, strict=True)])
-        return table
+        return cast("DataFrame", pl.DataFrame(dict(zip(COLUMNS, made, strict=True))))
 
     def _name(self, part: int) -> Path:
-        return self.folder / f"part-{part:06d}{self.path.suffix.lower()}"
-
-    def _has_only_parts(self) -> bool:
-        """Whether the folder has only parts and no manifest, as an interrupted start or end leaves it."""
-        if not self.folder.is_dir():
-            return False
-        return all(is_left_over(path.name) or _PART.fullmatch(path.name) for path in self.folder.iterdir())
+        return self.folder / f"part-{part:06d}{self._ending}"
 
     def _parts_there(self) -> tuple[int, int]:
         """Number and bytes of the parts of an earlier run; parts of other lists are refused."""
@@ -167,15 +154,12 @@ class ListFile:
 
 def _column(ids: Ids | None, size: int) -> Series:
     pl = frames.polars()
-    if ids is None:
-        return cast("Series", pl.Series(np.arange(size, dtype=np.int64)))
-    if ids.dtype != object:
-        return cast("Series", pl.Series(ids))
+    if ids is None or ids.dtype != object:
+        return cast("Series", pl.Series(np.arange(size, dtype=np.int64) if ids is None else ids))
     for key in ids.tolist():
         if not isinstance(key, str):
-            check.fail(
-                "right_features", f"an entity called {key!r}", "a table with a column of ids, as files need them"
-            )
+            given = f"an entity called {key!r}"
+            check.fail("right_features", given, "a table with a column of ids, as files need them")
     return cast("Series", pl.Series(ids.tolist(), dtype=pl.String))
 
 
@@ -194,13 +178,8 @@ def lists_frame(
 ) -> Any:
     """A table of lists, with columns for the query id, the rank from 1, the answer and its score.
 
-    Args:
-        asked: the query ids, one for each list.
-        ids: the answers, one row for each list.
-        scores: scores of the answers; entries of −inf are dropped.
-        names: column names of the query ids and of the answers.
-        packages: the first of these that is installed makes the frame.
-        more: further columns with one value for each row; see :func:`extra_columns`.
+    ``ids`` and ``scores`` have one row for each id of ``asked``; scores of −inf are dropped. The first of ``packages``
+    that is installed makes the frame. ``more`` are further columns, as :func:`extra_columns` returns them.
     """
     wanted, found, given = check.ids("asked", asked), np.asarray(ids), np.asarray(scores)
     if found.ndim != 2 or found.shape != given.shape or len(wanted) != len(found):
@@ -229,23 +208,11 @@ def lists_frame(
 def extra_columns(
     table: TableLike | PathLike | FeatureTable, ids: Ids, scores: NDArray[np.floating]
 ) -> dict[str, list[object]]:
-    """Look up the columns of a table for each answer; null if it has no row for an answer.
+    """Look up the columns of a table for each answer of some lists; null if it has no row for an answer.
 
-    Args:
-        table: a polars, pandas or pyarrow table, a mapping of columns or the path of a CSV or Parquet file, with ids in
-            the column "id" or otherwise the first; or a :class:`~gramtower.data.tables.FeatureTable`.
-        ids: the answers, one row for each list.
-        scores: scores of the answers.
-
-    Raises:
-        ValueError: if an id is in several rows, or no id of the table is one of the answers.
+    The ids of a frame or file are in the column "id", or otherwise in the first.
     """
-    source = table.source if isinstance(table, FeatureTable) else table
-    frame = (
-        frames.read_frame("table", check.path("table", source))
-        if isinstance(source, (str, os.PathLike))
-        else frames.as_frame("table", source)
-    )
+    frame = frames.read_frame("table", table.source if isinstance(table, FeatureTable) else table)
     if not frame.columns:
         check.fail("table", "no columns", "a column of ids, and others to show")
     named = table.id if isinstance(table, FeatureTable) else "id" if "id" in frame.columns else frame.columns[0]

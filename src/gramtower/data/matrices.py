@@ -1,13 +1,20 @@
-"""Checks of sparse matrices given by the user, and set operations on them.
+"""Sparse matrices: checks of those given by the user, set operations, and assembly from rows of pairs.
 
 scipy checks little, and its own conversions read beyond their arrays when offsets decrease or columns are out of range.
 So every function that takes a matrix calls :func:`checked` or :func:`canonical` first, and stored patterns are checked
 by :func:`pattern`. Cost: O(entries), by numpy on all cores.
+
+:func:`assemble` drops rows of pairs, numbers ids and merges duplicates. :func:`ordered_merge` sorts 64-bit keys, which
+puts the rows in order of (left, right) and, if there are numbers to carry along, of their position in the file; then
+rows of the same pair are merged by a rule. Many rows are passed to data/grouping.py, which does the same on all cores.
+Cost: O(rows log rows) time; a few arrays of that length.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -15,12 +22,24 @@ import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
 from gramtower._util import checks as check
+from gramtower._util import host
+from gramtower._util.checks import LeftOutWarning
 from gramtower._util.torch_runtime import parallel_for
-from gramtower.data.ids import Ids, index_of, join
+from gramtower.data.ids import Coded, Ids, by_appearance, index_of, join
 
 SparseMatrix: TypeAlias = sp.spmatrix | sp.sparray
+Codes: TypeAlias = NDArray[np.integer]
+Places: TypeAlias = NDArray[np.int64]
+Reals: TypeAlias = NDArray[np.floating] | None
+Merged: TypeAlias = tuple[sp.csr_matrix, NDArray[np.float32] | None, NDArray[np.float64] | None, int]
 Number = TypeVar("Number", bound=np.number)
+RULES = ("max", "sum", "first", "last", "error")
 _CHUNK = 1 << 20  # entries that one thread looks at before the next
+_EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
+_ROWS = 1 << 16  # left rows that are looked at together
+_MANY, _PIECE = 1 << 22, 1 << 20  # rows from which on all cores are used, and of a piece that one of them takes
+_REASONS = {"rows_without_id": "without an id", "rows_without_number": "without a value, weight or time"}
+_SHARE = 0.01  # of the rows; more are worth a warning
 
 
 def checked(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> SparseMatrix:
@@ -35,7 +54,14 @@ def checked(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None
         check.fail(name, f"shape {value.shape}", "fewer than 2**31 rows and columns")
     if value.format in ("csr", "csc", "bsr"):
         return _compressed(name, value)
-    return _coordinates(name, value if value.format == "coo" else _as_coordinates(name, value))
+    value = value if value.format == "coo" else _as_coordinates(name, value)
+    rows, columns, data = (_array(name, value, part) for part in ("row", "col", "data"))
+    if not len(rows) == len(columns) == len(data):
+        check.fail(name, f"{len(rows)} rows, {len(columns)} columns and {len(data)} values", "as many of each")
+    _indices(name, rows, value.shape[0], "rows")
+    _indices(name, columns, value.shape[1], "columns")
+    _values(name, data)
+    return value
 
 
 def canonical(name: str, value: SparseMatrix, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
@@ -78,17 +104,16 @@ def entry_mask(name: str, given: ArrayLike, total: int) -> NDArray[np.bool_]:
 
 def union(first: sp.csr_matrix, *others: sp.csr_matrix) -> sp.csr_matrix:
     """A matrix of ones at the stored entries of any of some matrices of one shape."""
-    found = _ones(first)
+    found = _with_ones(first, np.float32)
     for other in others:
         if other.nnz:
-            found = found.maximum(_ones(other))
+            found = found.maximum(_with_ones(other, np.float32))
     return sp.csr_matrix(found)
 
 
 def without(pairs: sp.csr_matrix, others: sp.csr_matrix) -> sp.csr_matrix:
     """The entries of a matrix of positive values that another matrix of its shape does not store."""
-    stored = sp.csr_matrix((np.ones(others.nnz, dtype=bool), others.indices, others.indptr), shape=others.shape)
-    return (pairs > pairs.multiply(stored)).tocsr()
+    return (pairs > pairs.multiply(_with_ones(others, bool))).tocsr()
 
 
 def resized(matrix: sp.csr_matrix, shape: tuple[int, int]) -> sp.csr_matrix:
@@ -99,9 +124,17 @@ def resized(matrix: sp.csr_matrix, shape: tuple[int, int]) -> sp.csr_matrix:
     return sp.csr_matrix((matrix.data, matrix.indices, offsets.astype(matrix.indptr.dtype)), shape=shape)
 
 
-def _ones(matrix: sp.csr_matrix) -> sp.csr_matrix:
-    ones = np.ones(matrix.nnz, dtype=np.float32)
-    return sp.csr_matrix((ones, matrix.indices, matrix.indptr), shape=matrix.shape)
+def _with_ones(matrix: sp.csr_matrix, dtype: type) -> sp.csr_matrix:
+    return sp.csr_matrix((np.ones(matrix.nnz, dtype), matrix.indices, matrix.indptr), shape=matrix.shape)
+
+
+def ones_at(rows: ArrayLike, columns: ArrayLike, shape: tuple[int, int]) -> sp.csr_matrix:
+    """A float32 matrix with 1 at each position, also at repeated ones."""
+    places = np.asarray(rows), np.asarray(columns)
+    matrix = sp.csr_matrix((np.ones(len(places[0]), dtype=np.float32), places), shape=shape)
+    matrix.sum_duplicates()  # which scipy 1.13.0 leaves
+    matrix.data[:] = 1
+    return matrix
 
 
 def extremes(array: NDArray[Number]) -> tuple[Number, Number]:
@@ -156,16 +189,6 @@ def _compressed(name: str, value: SparseMatrix) -> SparseMatrix:
     return type(value)((data[:stored], indices[:stored], offsets), shape=value.shape)
 
 
-def _coordinates(name: str, value: SparseMatrix) -> SparseMatrix:
-    rows, columns, data = (_array(name, value, part) for part in ("row", "col", "data"))
-    if not len(rows) == len(columns) == len(data):
-        check.fail(name, f"{len(rows)} rows, {len(columns)} columns and {len(data)} values", "as many of each")
-    _indices(name, rows, value.shape[0], "rows")
-    _indices(name, columns, value.shape[1], "columns")
-    _values(name, data)
-    return value
-
-
 def _as_coordinates(name: str, value: SparseMatrix) -> SparseMatrix:
     if value.format == "lil" and [len(row) for row in value.rows] != [len(row) for row in value.data]:
         check.fail(name, "lists of columns and of values that differ in length", "a value for each column")
@@ -212,10 +235,6 @@ def _values(name: str, data: NDArray[np.number]) -> None:
         check.finite(name, flat)  # says where
 
 
-_EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
-_ROWS = 1 << 16  # left rows that are looked at together
-
-
 def are_one_set(matrix: sp.csr_matrix, left_ids: Ids, right_ids: Ids) -> bool:
     """Whether both sides are one set of entities, such as packages that depend on packages.
 
@@ -223,7 +242,13 @@ def are_one_set(matrix: sp.csr_matrix, left_ids: Ids, right_ids: Ids) -> bool:
     rare: less than a tenth of the number expected for unrelated sides, such as users and films that are both numbered
     from 1. If fewer than twenty are expected, the answer is no. Cost: O(ids + pairs).
     """
-    rows = _same(left_ids, right_ids)
+    if len(left_ids) <= len(right_ids):  # rows: the left row of each right id, −1 if it is not on the left
+        rows = join(right_ids, index_of(left_ids))
+    else:
+        places = join(left_ids, index_of(right_ids))
+        there = np.flatnonzero(places >= 0)
+        rows = np.full(len(right_ids), -1, dtype=np.int64)
+        rows[places[there]] = there
     columns = np.flatnonzero(rows >= 0)
     if 2 * len(columns) < max(1, min(matrix.shape)):
         return False
@@ -232,23 +257,214 @@ def are_one_set(matrix: sp.csr_matrix, left_ids: Ids, right_ids: Ids) -> bool:
     expected = float(np.minimum(chances, 1.0).sum())
     if expected < _EXPECTED:
         return False
-    found = sum(_with_itself(matrix, rows, start, start + _ROWS) for start in range(0, len(left), _ROWS))
+    found = 0  # pairs of an entity with itself
+    for first in range(0, len(left), _ROWS):
+        offsets = matrix.indptr[first : first + _ROWS + 1]
+        own = np.repeat(np.arange(first, first + len(offsets) - 1), np.diff(offsets))
+        found += int((rows[matrix.indices[offsets[0] : offsets[-1]]] == own).sum())
     return found <= 0.1 * expected
 
 
-def _same(left_ids: Ids, right_ids: Ids) -> NDArray[np.int64]:
-    """The left row of each right id, −1 if it is not on the left."""
-    if len(left_ids) <= len(right_ids):
-        return join(right_ids, index_of(left_ids))
-    columns = join(left_ids, index_of(right_ids))
-    there = np.flatnonzero(columns >= 0)
-    rows = np.full(len(right_ids), -1, dtype=np.int64)
-    rows[columns[there]] = there
-    return rows
+@dataclass(frozen=True)
+class Rule:
+    """The rule for which rows make a pair, for its label, and for merging rows of one pair; see Interactions."""
+
+    threshold: float | None
+    labels: bool
+    duplicates: str
+    value: InitVar[object] = True  # the column of values, or None
+
+    def __post_init__(self, value: object) -> None:
+        if self.threshold is not None:
+            check.number("threshold", self.threshold)
+        if not isinstance(self.labels, (bool, np.bool_)):
+            check.fail("labels", repr(self.labels), "True or False")
+        if self.labels and self.threshold is not None:
+            check.fail("labels", "True with a threshold", "only one of them: pairs over a threshold are labelled 1")
+        check.choice("duplicates", self.duplicates, RULES)
+        if self.reads_value and value is None:
+            check.fail("value", None, "a value column, which threshold and labels=True need")
+
+    @property
+    def reads_value(self) -> bool:
+        """Whether the value column matters."""
+        return self.labels or self.threshold is not None
 
 
-def _with_itself(matrix: sp.csr_matrix, same: NDArray[np.int64], first: int, last: int) -> int:
-    """Count the pairs of an entity with itself in some rows; ``same`` is the row of each column's entity."""
-    offsets, columns = matrix.indptr[first : last + 1], matrix.indices
-    rows = np.repeat(np.arange(first, first + len(offsets) - 1), np.diff(offsets))
-    return int((same[columns[offsets[0] : offsets[-1]]] == rows).sum())
+@dataclass(frozen=True)
+class Fields:
+    """The fields of Interactions."""
+
+    matrix: sp.csr_matrix
+    left_ids: NDArray[Any]
+    right_ids: NDArray[Any]
+    times: NDArray[np.float64] | None
+    weights: NDArray[np.float32] | None
+    report: dict[str, int]
+
+
+def assemble(left: Coded, right: Coded, numbers: dict[str, NDArray[np.floating]], rule: Rule) -> Fields:
+    """Drop rows, number ids by first appearance, and merge duplicates; a missing number is NaN."""
+    total = len(left.codes)
+    for name, array in (("right", right.codes), *numbers.items()):
+        if array.shape != (total,):
+            check.fail(name, f"shape {array.shape}", f"({total},), as many as left")
+    for name, array in numbers.items():
+        if np.isinf(array).any():
+            check.fail(name, "an infinite number", "finite numbers")
+    reasons: dict[str, Iterable[NDArray[np.bool_]]] = {
+        "rows_without_id": (side.codes >= 0 for side in (left, right) if side.codes.dtype.kind != "u"),
+        "rows_without_number": (~np.isnan(array) for array in numbers.values()),
+        "rows_below_threshold": (numbers["value"] >= low for low in (rule.threshold,) if low is not None),
+    }
+    report = {"rows": total}
+    kept: NDArray[np.bool_] | None = None  # all rows
+    for reason, masks in reasons.items():
+        before = total if kept is None else int(kept.sum())
+        for mask in masks:
+            if not mask.all():
+                kept = mask if kept is None else kept & mask
+        report[reason] = before - (total if kept is None else int(kept.sum()))
+    check_rows(report)
+    rows, left_ids = _numbered(left, kept)
+    columns, right_ids = _numbered(right, kept)
+    del left, right
+    numbers = numbers if kept is None else {name: array[kept] for name, array in numbers.items()}
+    labels = numbers.get("value") if rule.labels else None
+    shape = (len(left_ids), len(right_ids))
+    matrix, weights, times, merged = merge(
+        rows, columns, shape, labels, numbers.get("weight"), numbers.get("time"), rule.duplicates
+    )
+    report |= {"rows_merged": merged, "pairs": matrix.nnz, "left": shape[0], "right": shape[1]}
+    return Fields(matrix, left_ids, right_ids, times, weights, report)
+
+
+def check_rows(report: dict[str, int]) -> None:
+    """Refuse data without a kept row, and warn if more than 1% of the rows were dropped because of a missing cell."""
+    if report["rows"] == sum(report[name] for name in (*_REASONS, "rows_below_threshold")):
+        counts = ", ".join(f"{name} {count}" for name, count in report.items())
+        check.fail("rows", f"none to keep ({counts})", "at least one observed pair")
+    if (lost := rows_left_out(report)) > _SHARE * report["rows"]:
+        why = ", ".join(f"{report[name]:,} {reason}" for name, reason in _REASONS.items() if report[name])
+        _warn("rows", lost, report["rows"], why)
+
+
+def _numbered(side: Coded, kept: NDArray[np.bool_] | None) -> tuple[NDArray[np.integer], Ids]:
+    codes, places = by_appearance(side.codes if kept is None else side.codes[kept])
+    return codes, side.names(places if kept is None else np.flatnonzero(kept)[places])
+
+
+def ordered(
+    rows: NDArray[np.integer], columns: NDArray[np.integer], bits: int, places: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Sorted keys row · 2^bits + column, duplicates kept, and with ``places`` the input position of each.
+
+    The sort is stable: positions are sorted along as low bits if that fits into 63 bits.
+    """
+    keys = rows.astype(np.int64)
+    keys <<= bits
+    keys |= columns
+    if not places:
+        keys.sort()
+        return keys, None
+    low = max(1, len(keys) - 1).bit_length()
+    if int(keys.max(initial=0)).bit_length() + low > 63:
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
+    keys <<= low
+    keys |= np.arange(len(keys))
+    keys.sort()
+    order = keys & ((1 << low) - 1)
+    keys >>= low
+    return keys, order
+
+
+def merge(
+    rows: Codes, columns: Codes, shape: tuple[int, int], labels: Reals, weights: Reals, times: Reals, rule: str
+) -> Merged:
+    """The matrix of labels (1 where ``labels`` is None), its weights and times, and how many rows were merged away."""
+    if len(rows) < _MANY or not host.has_numba():
+        return ordered_merge(rows, columns, shape, labels, weights, times, rule)
+    from gramtower.data.grouping import Piece, group  # compiled by numba, which is not worth it for few rows
+
+    left, right = rows.astype(np.int32, copy=False), columns.astype(np.int32, copy=False)
+    numbers = {"value": labels, "weight": weights, "time": times}
+    spans = [slice(start, start + _PIECE) for start in range(0, len(rows), _PIECE)]
+    pieces = [Piece(left[s], right[s], {k: v[s] for k, v in numbers.items() if v is not None}) for s in spans]
+    return group(pieces, shape, rule)
+
+
+def ordered_merge(
+    rows: Codes, columns: Codes, shape: tuple[int, int], labels: Reals, weights: Reals, times: Reals, rule: str
+) -> Merged:
+    """Do the same as :func:`merge` by one sort of all rows in one thread."""
+    bits = max(1, shape[1] - 1).bit_length()
+    numbers = (labels, weights, times)
+    keys, order = ordered(rows, columns, bits, places=any(array is not None for array in numbers))
+    fresh = np.ones(len(keys), dtype=bool)  # whether an entry is the first of its pair
+    np.not_equal(keys[1:], keys[:-1], out=fresh[1:])
+    repeated = len(keys) - int(np.count_nonzero(fresh))
+    if repeated and rule == "error":
+        row, column = divmod(int(keys[np.argmin(fresh)]), 1 << bits)
+        check.fail("duplicates", f"{repeated} rows that repeat a pair, first {(row, column)}", "none")
+    merged: list[NDArray[Any] | None] = list(numbers)
+    if order is not None and repeated and rule not in ("first", "last"):
+        starts, add = np.flatnonzero(fresh), np.maximum if rule == "max" else np.add
+        for place, reduction in enumerate((add, add, np.maximum)):  # of several times the latest
+            if (array := numbers[place]) is not None:
+                merged[place] = reduction.reduceat(array[order], starts)
+    elif order is not None:
+        chosen = _chosen(order, fresh, times, rule) if repeated else order
+        merged = [None if array is None else array[chosen] for array in numbers]
+    if repeated:
+        keys = keys[fresh]
+    values, kept, stamps = merged
+    values = np.ones(len(keys), np.float32) if values is None else values.astype(np.float32)
+    index = np.int32 if max(len(keys), *shape) < 2**31 - 1 else np.int64
+    offsets = np.searchsorted(keys, np.arange(shape[0] + 1) << bits).astype(index)
+    found = np.empty(len(keys), dtype=index)
+    np.bitwise_and(keys, (1 << bits) - 1, out=found, casting="unsafe")
+    kept = None if kept is None else kept.astype(np.float32)
+    stamps = None if stamps is None else stamps.astype(np.float64)
+    return sp.csr_matrix((values, found, offsets), shape=shape), kept, stamps, repeated
+
+
+def _chosen(order: Places, fresh: NDArray[np.bool_], times: Reals, rule: str) -> Places:
+    """For each pair, the position of its first or last row, by time (if there are times) and then by position."""
+    starts = np.flatnonzero(fresh)
+    if times is not None:
+        order = order[np.lexsort((times[order], np.cumsum(fresh)))]  # lexsort is stable: equal times keep their places
+    at = starts if rule == "first" else np.append(starts[1:], len(order)) - 1
+    return np.asarray(order[at])
+
+
+def rows_left_out(report: Mapping[str, int]) -> int:
+    """Number of rows of a report that were dropped because of a missing cell."""
+    return sum(report.get(name, 0) for name in _REASONS)
+
+
+def warn_of_pairs(name: str, lost: int, total: int, example: object, hint: str = "") -> None:
+    """Warn if more than 1% of the pairs have an unknown id; ``hint`` says what to do about it."""
+    if lost > _SHARE * total:
+        why = f"an id is not in the training data, such as {example!r}"
+        _warn(f"pairs of {name}", lost, total, f"{why}; {hint}" if hint else why)
+
+
+def warn_of_ids(name: str, unknown: Sequence[object], total: int) -> None:
+    """Warn if some ids are unknown and ignored."""
+    if unknown:
+        some = ", ".join(map(repr, unknown[:3]))
+        text = f"{name}: {len(unknown):,} of {total:,} ids are unknown to the model and are ignored, such as {some}"
+        warnings.warn(text, LeftOutWarning, stacklevel=4)
+
+
+def warn_of_header(names: tuple[str, str], ids: tuple[Ids, Ids]) -> None:
+    """Warn if the names of both columns are also ids: then the file probably has no header."""
+    if all((own == name).any() for name, own in zip(names, ids, strict=True)):  # ids of text files are text
+        text = f"the first line is left out: {names[0]!r} and {names[1]!r}, taken for names of columns, are ids too"
+        warnings.warn(f"{text}; header=False reads it as a pair", LeftOutWarning, stacklevel=3)
+
+
+def _warn(what: str, lost: int, total: int, why: str) -> None:
+    most = "more than half: " if 2 * lost > total else ""
+    warnings.warn(f"{most}{lost:,} of {total:,} {what} are left out ({why})", LeftOutWarning, stacklevel=4)

@@ -33,7 +33,7 @@ from gramtower._util.torch_runtime import parallel_for
 from gramtower.data import frames
 from gramtower.data.frames import Choice
 from gramtower.data.ids import integers
-from gramtower.data.merge import Fields, Rule, check_rows
+from gramtower.data.matrices import Fields, Rule, check_rows
 from gramtower.data.sources import reading
 
 if TYPE_CHECKING:  # compiled by numba
@@ -169,12 +169,11 @@ def read_folder(
         collected = _Collected(parts, described, columns, rule, progress)
         errors: dict[int, BaseException] = {}
 
-        def work(first: int, last: int) -> None:
-            for number in range(first, last):
-                try:
-                    collected.read(number, errors)
-                except BaseException as error:  # also Ctrl-C: the other threads stop after their batch
-                    errors[number] = error
+        def work(number: int, _: int) -> None:
+            try:
+                collected.read(number, errors)
+            except BaseException as error:  # also Ctrl-C: the other threads stop after their batch
+                errors[number] = error
 
         parallel_for(work, list(range(len(parts) + 1)))
         if errors:
@@ -229,8 +228,7 @@ class _Collected:
 
         self._parts, self._described, self._columns, self._rule = parts, described, columns, rule
         self._progress, self._began = progress, time.perf_counter()
-        self._done, self._rows = sum(not one.rows for one in described), 0
-        self._total = sum(one.rows for one in described)
+        self._done, self._total = sum(not one.rows for one in described), sum(one.rows for one in described)
         self._lock, self._pieces = threading.Lock(), dict[tuple[int, int], "Piece"]()
         self._report = {"rows": 0, "rows_without_id": 0, "rows_without_number": 0, "rows_below_threshold": 0}
         self._tables = {side: Table(self._is_text(columns[side])) for side in ("left", "right")}
@@ -260,27 +258,14 @@ class _Collected:
 
     def _take(self, number: int, start: int, batch: pa.RecordBatch) -> None:
         """Keep a batch: rows of part ``number`` from ``start`` on."""
-        part, rows = self._parts[number], len(batch)
-        cells = {
-            name: batch.column(name) if name in self._stored else _key_cells(part, name, rows)
-            for name in self._columns.values()
-        }
-        piece = self._piece(part, (number << _WITHIN) + start, cells, rows)
-        with self._lock:
-            if len(piece.left):
-                self._pieces[number, start] = piece
-            self._rows += rows
-            self._done += start + rows == self._described[number].rows
-            counts = self._done, len(self._parts), self._rows, self._total
-        if self._progress is not None:
-            self._progress(ReadingProgress(*counts, time.perf_counter() - self._began))
-
-    def _piece(self, part: Part, place: int, cells: dict[str, pa.Array], rows: int) -> Piece:
         from gramtower.data.grouping import Piece
 
-        numbers = {
-            name: _numbers(name, column, cells[column]) for name, column in self._columns.items() if name in _OTHERS
+        part, rows, place = self._parts[number], len(batch), (number << _WITHIN) + start
+        cells = {
+            argument: batch.column(name) if name in self._stored else _key_cells(part, name, rows)
+            for argument, name in self._columns.items()
         }
+        numbers = {name: _numbers(name, self._columns[name], cells[name]) for name in cells if name in _OTHERS}
         kept = np.ones(rows, bool)
         for array in numbers.values():
             kept &= ~np.isnan(array)
@@ -289,18 +274,25 @@ class _Collected:
             kept &= numbers["value"] >= self._rule.threshold
             counts["rows_below_threshold"] = rows - counts["rows_without_number"] - int(np.count_nonzero(kept))
         left, right = (
-            _marks(self._tables[side], side, part, self._columns[side], cells[self._columns[side]], kept, place)
+            _marks(self._tables[side], side, part, self._columns[side], cells[side], kept, place)
             for side in ("left", "right")
         )
         chosen = slice(None) if kept.all() else kept
-        names = [name for name in numbers if name != "value" or self._rule.labels]
-        dtype = np.float64 if self._rule.duplicates == "sum" else np.float32
+        exact = np.float64 if self._rule.duplicates == "sum" else np.float32
+        kinds = {name: np.float64 if name == "time" else exact for name in numbers}
+        if not self._rule.labels:
+            kinds.pop("value", None)
+        own = {name: _own(numbers[name][chosen].astype(kind)) for name, kind in kinds.items()}
+        piece = Piece(_own(left[chosen]), _own(right[chosen]), own)
         with self._lock:
             for name, count in counts.items():
                 self._report[name] += count
-        kinds = {name: np.float64 if name == "time" else dtype for name in names}
-        own = {name: _own(numbers[name][chosen].astype(kind)) for name, kind in kinds.items()}
-        return Piece(_own(left[chosen]), _own(right[chosen]), own)
+            if len(piece.left):
+                self._pieces[number, start] = piece
+            self._done += start + rows == self._described[number].rows
+            reached = self._done, len(self._parts), self._report["rows"], self._total
+        if self._progress is not None:
+            self._progress(ReadingProgress(*reached, time.perf_counter() - self._began))
 
     def fields(self) -> Fields:
         """Build the matrix and the ids."""
@@ -309,11 +301,12 @@ class _Collected:
         report = self._report
         check_rows(report)
         pieces = [self._pieces.pop(key) for key in sorted(self._pieces)]
-        (left, right), shape = self._tables.values(), tuple(map(len, self._tables.values()))
+        left, right = self._tables["left"], self._tables["right"]
+        shape = len(left), len(right)
         host.return_memory()
         renumber = left.finish(), right.finish()
         host.return_memory()
-        matrix, weights, times, merged = group(pieces, (shape[0], shape[1]), self._rule.duplicates, renumber)
+        matrix, weights, times, merged = group(pieces, shape, self._rule.duplicates, renumber)
         host.return_memory()
         report |= {"rows_merged": merged, "pairs": matrix.nnz, "left": shape[0], "right": shape[1]}
         return Fields(matrix, left.names(renumber[0]), right.names(renumber[1]), times, weights, report)
@@ -355,8 +348,7 @@ def _marks(
     if coded and table.text:
         codes = array.indices.to_numpy()
         first = first_rows(codes.astype(np.uint32, copy=False), kept, len(array.dictionary), place)
-        marks: NDArray[np.int32] = table.add_texts(*_texts(array.dictionary), first, turn)[codes]
-        return marks
+        return np.asarray(table.add_texts(*_texts(array.dictionary), first, turn)[codes])
     places = np.where(kept, np.arange(place, place + len(kept)), -1)
     if table.text:
         return table.add_texts(*_texts(array), places, turn)
@@ -369,15 +361,13 @@ def _numbers(name: str, column: str, array: pa.Array) -> NDArray[np.float64]:
     """Values, weights or times of a batch; NaN where they are missing."""
     read = frames.seconds if name == "time" else frames.numbers
     if not hasattr(array, "dictionary"):
-        found: NDArray[np.float64] = read(name, frames.as_series(column, array)).to_numpy()
-        return found
+        return read(name, frames.as_series(column, array)).to_numpy()
     known: NDArray[np.float64] = np.full(len(array.dictionary) + 1, np.nan)  # the last one for missing cells
     codes = array.indices.fill_null(len(array.dictionary)).to_numpy()
     used = np.unique(codes)
     used = used[used < len(array.dictionary)]
     known[used] = read(name, frames.as_series(column, array.dictionary.take(used))).to_numpy()
-    result: NDArray[np.float64] = known[codes]
-    return result
+    return np.asarray(known[codes])
 
 
 def _own(array: NDArray[Kind]) -> NDArray[Kind]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,9 +67,8 @@ def random_pairs(pairs: Interactions, test: float = 0.1, *, seed: int = 0) -> Sp
         test: share of pairs to hold out, above 0 and below 1; rounded to whole pairs.
         seed: seed of the random choice.
     """
-    _checked(pairs)
-    share = _share("test", test)
-    return _split(pairs, _mask(len(pairs), _generator(seed).permutation(len(pairs))[: round(share * len(pairs))]))
+    order = _generator(pairs, seed).permutation(len(pairs))
+    return _split(pairs, _mask(len(pairs), order[: round(_share("test", test) * len(pairs))]))
 
 
 def per_user(pairs: Interactions, test: float = 0.2, *, minimum: int = 1, seed: int = 0) -> Split:
@@ -80,12 +80,11 @@ def per_user(pairs: Interactions, test: float = 0.2, *, minimum: int = 1, seed: 
         minimum: pairs that every user keeps for training, even if none is left for the test.
         seed: seed of the random choice.
     """
-    _checked(pairs)
-    share = _share("test", test)
+    generator, share = _generator(pairs, seed), _share("test", test)
     counts = np.diff(pairs.matrix.indptr).astype(np.int64)
     kept = check.count("minimum", minimum, minimum=0, most=2**62)
     out = np.minimum(np.floor(share * counts + 0.5), counts - kept).clip(0)
-    rank = _ranks(pairs, _generator(seed).random(len(pairs)))
+    rank = _ranks(pairs, generator.random(len(pairs)))
     return _split(pairs, rank < np.repeat(out, counts))
 
 
@@ -97,7 +96,6 @@ def leave_one_out(pairs: Interactions, *, minimum: int = 1, seed: int = 0) -> Sp
         minimum: pairs that must remain for training; users with fewer keep all their pairs.
         seed: seed of the random choice.
     """
-    _checked(pairs)
     return _split(pairs, _last(pairs, 1, minimum, seed))
 
 
@@ -110,7 +108,6 @@ def leave_last(pairs: Interactions, count: int = 1, *, minimum: int = 1, seed: i
         minimum: pairs that every user keeps for training, even if fewer than ``count`` are left for the test.
         seed: seed of the random choice.
     """
-    _checked(pairs)
     _need_times(pairs)
     return _split(pairs, _last(pairs, check.count("count", count, most=2**62), minimum, seed))
 
@@ -128,9 +125,7 @@ def by_time(
             datetime, datetime64 or ISO 8601 text, UTC unless it has a zone.
         seed: seed of the random choice.
     """
-    _checked(pairs)
-    generator = _generator(seed)
-    times = _need_times(pairs)
+    generator, times = _generator(pairs, seed), _need_times(pairs)
     if cut is not None:
         if test is not None:
             check.fail("cut", f"{cut} and test={test}", "one of them")
@@ -152,11 +147,9 @@ def held_out(pairs: Interactions, side: str = "left", share: float = 0.2, *, see
         share: share of the entities with pairs to hold out, at least one.
         seed: seed of the random choice.
     """
-    _checked(pairs)
     axis = ("left", "right").index(check.choice("side", side, ("left", "right")))
     order = _entities(pairs, axis, seed)
-    taken = _taken("share", share, len(order), side)
-    return _without(pairs, axis, order[:taken])
+    return _without(pairs, axis, order[: _taken("share", share, len(order), f"{side} entities")])
 
 
 def held_out_users(pairs: Interactions, users: float = 0.1, *, history: float = 0.8, seed: int = 0) -> Split:
@@ -171,15 +164,13 @@ def held_out_users(pairs: Interactions, users: float = 0.1, *, history: float = 
             least one, are the test pairs.
         seed: seed of the random choice.
     """
-    _checked(pairs)
-    generator = _generator(seed)
+    generator = _generator(pairs, seed)
     given = check.number("history", history, minimum=0.0)
     if given >= 1:
         check.fail("history", history, "a share from 0 to below 1")
     counts = np.diff(pairs.matrix.indptr)
     active = np.flatnonzero(counts)
-    taken = _taken("users", users, len(active), "users")
-    rows = generator.permutation(active)[:taken]
+    rows = generator.permutation(active)[: _taken("users", users, len(active), "users")]
     shown = np.minimum(np.floor(given * counts + 0.5), counts - 1)
     rank = _ranks(pairs, generator.random(len(pairs)))
     return _without(pairs, 0, rows, rank < np.repeat(shown, counts))
@@ -198,9 +189,8 @@ def folds(pairs: Interactions, count: int = 5, *, by: str = "pairs", seed: int =
     Returns:
         A generator of splits.
     """
-    _checked(pairs)
     axis = ("left", "right", "pairs").index(check.choice("by", by, ("pairs", "left", "right")))
-    order = _entities(pairs, axis, seed) if axis < 2 else _generator(seed).permutation(len(pairs))
+    order = _entities(pairs, axis, seed) if axis < 2 else _generator(pairs, seed).permutation(len(pairs))
     if check.count("count", count, minimum=2, most=2**62) > len(order):
         what = "pairs" if axis == 2 else f"{by} entities with pairs"
         check.fail("count", f"{count} folds of {len(order)} {what}", "at most one fold for each")
@@ -209,12 +199,18 @@ def folds(pairs: Interactions, count: int = 5, *, by: str = "pairs", seed: int =
     return (_split(pairs, _mask(len(pairs), part)) if axis == 2 else _without(pairs, axis, part) for part in parts)
 
 
+def _generator(pairs: object, seed: object) -> np.random.Generator:
+    _checked(pairs)
+    return np.random.default_rng(check.seed(seed))
+
+
 def _checked(pairs: object) -> None:
     if not isinstance(pairs, Interactions):
         check.fail("pairs", type(pairs).__name__, "gramtower.Interactions")
 
 
 def _need_times(pairs: Interactions) -> NDArray[np.float64]:
+    _checked(pairs)
     if pairs.times is None:
         check.fail("pairs", "pairs without times", "pairs read with time=")
     return pairs.times
@@ -222,22 +218,21 @@ def _need_times(pairs: Interactions) -> NDArray[np.float64]:
 
 def _last(pairs: Interactions, count: int, minimum: object, seed: object) -> NDArray[np.bool_]:
     """A mask of the last pairs of each user, by time if there are times, that leaves ``minimum`` pairs."""
-    counts = np.diff(pairs.matrix.indptr).astype(np.int64)
-    rank = _ranks(pairs, _generator(seed).random(len(pairs)), None if pairs.times is None else -pairs.times)
+    generator, counts = _generator(pairs, seed), _degrees(pairs, 0).astype(np.int64)
+    rank = _ranks(pairs, generator.random(len(pairs)), None if pairs.times is None else -pairs.times)
     out = np.minimum(count, counts - check.count("minimum", minimum, minimum=0, most=2**62)).clip(0)
     return np.asarray(rank < np.repeat(out, counts))
 
 
 def _entities(pairs: Interactions, axis: int, seed: object) -> NDArray[np.int64]:
     """The entities of a side that have pairs, in a random order."""
-    return _generator(seed).permutation(np.flatnonzero(_degrees(pairs, axis)))
+    return _generator(pairs, seed).permutation(np.flatnonzero(_degrees(pairs, axis)))
 
 
 def _taken(name: str, share: object, there: int, what: str) -> int:
     taken = max(1, round(_share(name, share) * there))
     if taken >= there:
-        given = f"{share} of {there} {what if what == 'users' else what + ' entities'} with pairs"
-        check.fail(name, given, "a share that leaves some to learn from")
+        check.fail(name, f"{share} of {there} {what} with pairs", "a share that leaves some to learn from")
     return taken
 
 
@@ -255,11 +250,10 @@ def _without(
     out = _mask(pairs.shape[axis], own)
     held = np.repeat(out, np.diff(pairs.matrix.indptr)) if axis == 0 else out[pairs.matrix.indices]
     found = _split(pairs, held if shown is None else held & ~shown, None if shown is None else held & shown)
-    history = None if found.history is None else found.history.without_empty()
-    nobody = np.empty(0, dtype=np.int64)
-    users, items = (own, nobody) if axis == 0 else (nobody, own)
-    emptied = (found.emptied_users, found.emptied_items)
-    return Split(found.train.without_empty(), found.test.without_empty(), *emptied, users, items, history)
+    names = ("train", "test") if found.history is None else ("train", "test", "history")
+    changed: dict[str, Any] = {name: getattr(found, name).without_empty() for name in names}
+    changed["held_out_users" if axis == 0 else "held_out_items"] = own
+    return replace(found, **changed)
 
 
 def _split(pairs: Interactions, test: NDArray[np.bool_], history: NDArray[np.bool_] | None = None) -> Split:
@@ -268,9 +262,8 @@ def _split(pairs: Interactions, test: NDArray[np.bool_], history: NDArray[np.boo
     for name, part in (("train", train), ("test", held)):
         if not len(part):
             check.fail("pairs", f"{len(pairs)} pairs, of which none would be in {name}", "a split with pairs in both")
-    emptied = [int(((_degrees(pairs, axis) > 0) & (_degrees(train, axis) == 0)).sum()) for axis in (0, 1)]
-    shown = None if history is None else pairs.subset(history)
-    return Split(train, held, emptied[0], emptied[1], history=shown)
+    users, items = (int(((_degrees(pairs, axis) > 0) & (_degrees(train, axis) == 0)).sum()) for axis in (0, 1))
+    return Split(train, held, users, items, history=None if history is None else pairs.subset(history))
 
 
 def _degrees(pairs: Interactions, axis: int) -> NDArray[np.integer]:
@@ -296,7 +289,3 @@ def _share(name: str, value: object) -> float:
     if share >= 1:
         check.fail(name, value, "a share above 0 and below 1")
     return share
-
-
-def _generator(seed: object) -> np.random.Generator:
-    return np.random.default_rng(check.seed(seed))

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -42,10 +41,10 @@ from gramtower.data.encoders import (
     from_plain,
     to_plain,
 )
-from gramtower.data.features import MatrixLike
 from gramtower.data.frames import Choice, TableLike
 from gramtower.data.ids import IdsLike, Key, id_array, id_series, index_of, join
-from gramtower.data.sources import PathLike, existing, reading
+from gramtower.data.pairs import MatrixLike
+from gramtower.data.sources import PathLike, reading
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
@@ -115,19 +114,25 @@ class FeatureTable:
         self.id, self.strict = id, strict
         self._source: TableLike | PathLike | None = frame
         choices = [(name, column) for name, chosen in kinds.items() for column in chosen]
+        fits: dict[str, Callable[[Series], Encoder]] = {
+            "numeric": Numeric.fit,
+            "categorical": Categorical.fit,
+            "lists": lambda column: Elements.fit(column, separator),
+            "text": lambda column: Text(column.name, hash_bits, ngrams),
+            "vectors": Vector.fit,
+        }
         with _named(frame):
-            ids, columns = _identified(frame, id, choices, len(numeric))
+            texts = [("id", id), *choices[len(numeric) :]]
+            found = frames.read_columns("frame", frame, texts, choices[: len(numeric)])
+            ids, columns = id_series("id", found[0]), found[len(texts) :] + found[1 : len(texts)]
             self.report: dict[str, Any] = {"rows": len(ids), "rows_without_id": int(ids.null_count())}
             present = ids.is_not_null()
             named = ids.filter(present)
             if named.n_unique() < len(named):
                 twice = named.filter(named.is_duplicated())
                 check.fail("id", f"{twice[0]!r} in {int((named == twice[0]).sum())} rows", "each id in one row")
-            kept = [column.filter(present) for _, column in columns]
-            kind = [kind for (kind, _), _ in columns]
-            self.encoders = [
-                _fit(k, column, separator, hash_bits, ngrams) for k, column in zip(kind, kept, strict=True)
-            ]
+            kept = [column.filter(present) for column in columns]
+            self.encoders = [fits[kind](column) for (kind, _), column in zip(choices, kept, strict=True)]
             self.report["missing"] = {column.name: int(column.null_count()) for column in kept if column.null_count()}
             self._row: dict[Key, int] | None = index_of(np.array(named.to_list(), dtype=object))
             self._matrix = self._encoded(kept)[0]
@@ -152,11 +157,7 @@ class FeatureTable:
             options: ``hash_bits``, ``ngrams``, ``strict``.
         """
         with _named(frame):
-            source = (
-                frames.read_frame("frame", Path(frame))
-                if isinstance(frame, (str, os.PathLike))
-                else frames.as_frame("frame", frame)
-            )
+            source = frames.read_frame("frame", frame)
             frames.pick("id", id, source.columns)
             found = infer_kinds(source, id, kinds or {}, separator)
             chosen: dict[str, Any] = {kind: [name for name, k in found.items() if k == kind] for kind in KINDS}
@@ -186,7 +187,7 @@ class FeatureTable:
     @property
     def kinds(self) -> dict[str, str]:
         """The kind of each encoded column."""
-        return {encoder.column: to_plain(encoder)["kind"] for encoder in self.encoders}
+        return {encoder.column: encoder.kind for encoder in self.encoders}
 
     @property
     def feature_names(self) -> list[str]:
@@ -218,10 +219,7 @@ class FeatureTable:
         return [encoder.column for encoder in self.encoders]
 
     def encode(self, ids: IdsLike) -> sp.csr_matrix:
-        """Encode the features of some entities, in the order of ``ids``.
-
-        An id that is not in the table gets the row of an entity with only missing values.
-        """
+        """Encode the features of some entities; an id that is not in the table has only missing values."""
         rows = self.match(ids)
         if rows.max(initial=-1) < self._matrix.shape[0]:
             return sp.csr_matrix(self._matrix[rows])
@@ -255,9 +253,10 @@ class FeatureTable:
         """
         choices: list[Choice] = [(name, frames.Needed(column)) for column in self.columns]
         numeric = sum(isinstance(encoder, Numeric) for encoder in self.encoders)
+        others = len(choices) - numeric
         with _named(frame):
-            columns = _read(frame, choices[numeric:], choices[:numeric])
-            matrix, unseen = self._encoded(columns[len(choices) - numeric :] + columns[: len(choices) - numeric])
+            columns = frames.read_columns("frame", frame, choices[numeric:], choices[:numeric])
+            matrix, unseen = self._encoded(columns[others:] + columns[:others])
         self.report["unseen_values"] = unseen
         return matrix
 
@@ -302,44 +301,13 @@ def _sparse(parts: list[NDArray[np.float32] | sp.csr_matrix]) -> list[sp.csr_mat
     blocks: list[sp.csr_matrix] = []
     for dense, group in groupby(parts, lambda part: isinstance(part, np.ndarray)):
         run = list(group)
-        blocks += (
-            [sp.csr_matrix(np.hstack(run[at : at + _DENSE])) for at in range(0, len(run), _DENSE)] if dense else run
-        )
+        steps = range(0, len(run), _DENSE)
+        blocks += [sp.csr_matrix(np.hstack(run[at : at + _DENSE])) for at in steps] if dense else run
     return blocks
-
-
-def _fit(kind: str, column: Series, separator: str, bits: int, ngrams: str) -> Encoder:
-    if kind == "numeric":
-        return Numeric.fit(column)
-    if kind == "categorical":
-        return Categorical.fit(column)
-    if kind == "vectors":
-        return Vector.fit(column)
-    return Elements.fit(column, separator) if kind == "lists" else Text(column.name, bits, ngrams)
-
-
-def _identified(
-    frame: TableLike | PathLike, id: str, choices: list[tuple[str, str]], numeric: int
-) -> tuple[Series, list[tuple[tuple[str, str], Series]]]:
-    """The ids, and each chosen column with its argument; numeric columns come first."""
-    texts: list[Choice] = [("id", id), *choices[numeric:]]
-    found = _read(frame, texts, list(choices[:numeric]))
-    ordered = found[len(texts) :] + found[1 : len(texts)]
-    return id_series("id", found[0]), list(zip(choices, ordered, strict=True))
 
 
 def _named(frame: object) -> AbstractContextManager[None]:
     return reading(frame, "frame") if isinstance(frame, (str, os.PathLike)) else nullcontext()
-
-
-def _read(frame: TableLike | PathLike, texts: Sequence[Choice], others: Sequence[Choice]) -> list[Series]:
-    """Columns of a frame or file: ``texts``, then ``others``."""
-    if not isinstance(frame, (str, os.PathLike)):
-        return frames.take("frame", frame, [*texts, *others])
-    path = existing("frame", frame)
-    if frames.suffix_of(path) in (".parquet", ".pq"):
-        return frames.read_parquet(path, [*texts, *others], "frame")
-    return frames.read_csv(path, texts, others, separator=frames.separator_of(path), label="frame")
 
 
 KINDS = ("numeric", "categorical", "list", "text", "vector", "skip")
@@ -367,21 +335,14 @@ def _by_type(column: Series) -> str:
     if column.null_count() == len(column):
         return "skip"
     if isinstance(column.dtype, (pl.List, pl.Array)):
-        return "vector" if _is_vector(column) else "skip"
+        lists: Any = column.arr.to_list() if isinstance(column.dtype, pl.Array) else column
+        lengths = lists.drop_nulls().list.len().unique().to_list()
+        return "vector" if lists.dtype.inner.is_float() and len(lengths) == 1 and lengths[0] > 1 else "skip"
     if column.dtype == pl.Boolean:
         return "categorical"
     if column.dtype.is_numeric():
         return "numeric"
     return "" if column.dtype in (pl.String, pl.Categorical, pl.Enum) else "skip"
-
-
-def _is_vector(column: Series) -> bool:
-    pl = frames.polars()
-    if isinstance(column.dtype, pl.Array):
-        column = column.arr.to_list()
-    lengths = column.drop_nulls().list.len().unique().to_list()
-    inner = getattr(column.dtype, "inner", None)
-    return inner is not None and bool(inner.is_float()) and len(lengths) == 1 and lengths[0] > 1
 
 
 def _of_text(columns: Sequence[Series], separator: str) -> list[str]:

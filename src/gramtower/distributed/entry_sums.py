@@ -1,29 +1,20 @@
-"""The sums of agreement.Digest over the entries of sparse rows, compiled by numba; imported only for many entries."""
+"""The sums of group.Digest over the entries of sparse rows, compiled by numba; imported only for many entries."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gramtower._util.compiled import compiled
-from gramtower.distributed.agreement import mix
+from gramtower.distributed.group import mix
 
 _mix: Any = compiled(inline="always")(mix)
 
 
-def entry_sums(
-    offsets: NDArray[np.int64], columns: NDArray[np.integer], values: NDArray[np.number], first: int, width: int
-) -> NDArray[np.uint64]:
-    """Compute both sums for the rows of ``offsets``; the first row has the global number ``first``."""
-    sums = np.zeros(2, np.uint64)
-    _add(offsets, columns, values, first, width, sums)
-    return sums
-
-
 @compiled(nogil=True)
-def _add(offsets, columns, values, first, width, sums):  # type: ignore[no-untyped-def]  # pragma: no cover
+def entry_sums(offsets, columns, values, first, width):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Compute both sums for the rows of ``offsets``; the first row has the global number ``first``."""
     number = np.empty(1, np.float64)
     bits = number.view(np.uint64)
     one, other = np.uint64(0), np.uint64(0)
@@ -34,4 +25,4 @@ def _add(offsets, columns, values, first, width, sums):  # type: ignore[no-untyp
             mixed = _mix(base + np.uint64(columns[e]) + _mix(bits[0]))
             one += mixed
             other += _mix(mixed)
-    sums[0], sums[1] = one, other
+    return np.array([one, other])

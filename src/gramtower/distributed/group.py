@@ -1,4 +1,4 @@
-"""The processes of a run and their collectives: all-reduce, all-gather, reduce-scatter, broadcast.
+"""The processes of a run, their collectives, and facts that must be equal in all of them.
 
 :class:`Group` is a single process: every sum is already complete, and nothing is copied. :class:`ProcessGroup` is the
 same over torch.distributed (gloo on CPUs, NCCL on GPUs). No other module of the engine uses torch.distributed.
@@ -9,34 +9,57 @@ same over torch.distributed (gloo on CPUs, NCCL on GPUs). No other module of the
     gather    (N − 1) times the largest shard
     scatter   the rows that go to others
     scalars   (N − 1) times the numbers gathered
+
+:func:`agree` compares named facts before a computation starts, and its error names the process that differs.
+:class:`Digest` is a fingerprint of rows that does not depend on how they are spread over processes: the sum, modulo
+2⁶⁴, of a hash of each entry.
+
+So that a failed wait can name the missing process, a thread of each (:class:`Watch`) writes a line to the store of
+torch.distributed every two seconds: how many operations were begun, and a count of its own, which shows that the
+process is alive. When an operation fails or times out, the lines are read twice: a process whose count stands still is
+gone, one that began fewer operations is hung. NCCL ends a process by itself on a time-out; there the thread prints who
+is missing while the process waits.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import platform
+import socket
+import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from gramtower.distributed.watch import PeerError, Watch
+from gramtower._util import checks as check
+from gramtower._util.torch_runtime import parallel_for
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
+_BEAT = 2.0  # seconds between lines
+_PATIENCE = 0.8  # share of the time-out after which a waiting process says whom it waits for
+_CHUNK = 1 << 16  # entries at a time, so that what numpy makes of them on the way stays in cache
 
 
+@dataclass(frozen=True)
 class Pending:
     """An asynchronous operation; ``wait()`` completes it and returns the result."""
 
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish = finish
-
-    def wait(self) -> Tensor:
-        return self._finish()
+    wait: Callable[[], Tensor]
 
 
 class Group:
@@ -85,7 +108,8 @@ class Group:
 
     def from_first(self, value: T) -> T:
         """Broadcast a JSON value of the first process."""
-        return value
+        found: T = self.gather_json(value if self.rank == 0 else None)[0]
+        return found
 
     def gather_json(self, value: object) -> list[Any]:
         """All-gather JSON values by rank."""
@@ -103,9 +127,6 @@ class Group:
         """Reduce-scatter: sum ``rows`` over processes, keep this rank's slice; ``counts`` are the rows of each."""
         return Pending(lambda: rows)
 
-    def barrier(self) -> None:
-        """Wait for all processes."""
-
 
 SINGLE = Group()
 
@@ -113,20 +134,17 @@ SINGLE = Group()
 class ProcessGroup(Group):
     """The processes of torch.distributed's default group, which must be initialised."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self) -> None:
         import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
 
         super().__init__()
         self._dist = dist
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        if device is None:
-            cuda = dist.get_backend() == "nccl"
-            device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.device = device
+        cuda = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        from torch.distributed.distributed_c10d import _get_default_store
-
         self.watch = Watch(_get_default_store(), self.rank, self.size, _timeout(self.device))
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -149,10 +167,6 @@ class ProcessGroup(Group):
         self._call("totals", lambda: self._gather(gathered, local))
         rows = gathered.view(self.size, len(numbers)).tolist()
         return tuple(sum(column) for column in zip(*rows, strict=True))
-
-    def from_first(self, value: T) -> T:
-        found: T = self.gather_json(value if self.rank == 0 else None)[0]
-        return found
 
     def gather_json(self, value: object) -> list[Any]:
         """All-gather values as JSON text, so that nothing is unpickled."""
@@ -215,15 +229,10 @@ class ProcessGroup(Group):
 
         return Pending(finish)
 
-    def barrier(self) -> None:
-        self.totals(0.0)
-
     def _call(self, name: str, operation: Callable[[], T]) -> T:
         self.watch.begin(name)
         try:
             return operation()
-        except PeerError:
-            raise
         except RuntimeError as error:
             raise self.watch.explain(error) from error
 
@@ -237,6 +246,11 @@ def current_group() -> Group:
     return _made_once(dist.group.WORLD)
 
 
+@lru_cache(maxsize=1)
+def _made_once(_: object) -> ProcessGroup:
+    return ProcessGroup()
+
+
 def _timeout(device: torch.device) -> float:
     """Seconds after which an operation fails; torch has no public attribute for it."""
     from torch.distributed.distributed_c10d import _get_default_group
@@ -247,6 +261,157 @@ def _timeout(device: torch.device) -> float:
         return 600.0
 
 
-@lru_cache(maxsize=1)
-def _made_once(_: object) -> ProcessGroup:
-    return ProcessGroup()
+def agree(group: Group, facts: Mapping[str, object]) -> None:
+    """Check that facts are equal in all processes."""
+    reports = group.gather_json(dict(facts))
+    for name, value in reports[0].items():
+        for rank, other in enumerate(reports):
+            if other.get(name) != value:
+                check.fail(name, f"{other.get(name)!r} in process {rank} of {group.size}", f"{value!r} as in process 0")
+
+
+def versions() -> dict[str, str]:
+    """Versions of packages that must be equal in every process."""
+    from importlib.metadata import version
+
+    return {
+        "version of gramtower": version("gramtower"),
+        "version of torch": str(torch.__version__).split("+")[0],
+        "version of numpy": np.__version__,
+        "version of python": platform.python_version(),
+    }
+
+
+class Digest:
+    """A fingerprint of entries (key, value) in any order: two 64-bit sums."""
+
+    def __init__(self) -> None:
+        self._sums = np.zeros(2, dtype=np.uint64)
+
+    def add(self, keys: NDArray[np.integer], values: NDArray[np.number]) -> Digest:
+        """Add entries: a distinct integer and a number for each."""
+        return self._add(lambda part: keys[part].astype(np.uint64), values)
+
+    def add_rows(self, array: ArrayLike | None, first: int) -> Digest:
+        """Add an array whose first row has the global number ``first``; None adds nothing."""
+        if array is None:
+            return self
+        plain = np.asarray(array)
+        begin = first * (plain[:1].size or 1)
+        flat = np.ascontiguousarray(plain).reshape(-1)
+        return self._add(lambda part: np.arange(part.start + begin, part.stop + begin, dtype=np.uint64), flat)
+
+    def add_sums(self, sums: NDArray[np.uint64]) -> Digest:
+        """Add the sums of another Digest or of entry_sums."""
+        with np.errstate(over="ignore"):
+            self._sums = self._sums + sums
+        return self
+
+    def text(self, group: Group) -> str:
+        """The sums over all processes, in hexadecimal."""
+        parts = group.gather_json([int(x) for x in self._sums])
+        return "".join(f"{sum(part[half] for part in parts) % 2**64:016x}" for half in range(2))
+
+    def _add(self, keys: Callable[[slice], NDArray[np.uint64]], values: NDArray[np.number]) -> Digest:
+        bounds = [*range(0, len(values), _CHUNK), len(values)]
+        sums: NDArray[np.uint64] = np.zeros((len(bounds), 2), np.uint64)
+
+        def work(start: int, stop: int) -> None:
+            with np.errstate(over="ignore"):
+                part = slice(start, stop)
+                bits = np.ascontiguousarray(values[part], dtype=np.float64).view(np.uint64)
+                mixed = mix(keys(part) + mix(bits))
+                sums[start // _CHUNK] = mixed.sum(), mix(mixed).sum()
+
+        parallel_for(work, bounds)
+        return self.add_sums(sums.sum(axis=0, dtype=np.uint64))
+
+
+def mix(x: Any) -> Any:
+    """Apply the final steps of splitmix64 to a number or an array: every bit of x changes every bit of the result."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) + np.uint64(0x9E3779B97F4A7C15)
+
+
+class PeerError(RuntimeError):
+    """Another process of the run is gone or hung."""
+
+
+class Watch:
+    """Writes this process's line and reads the others'; operations fail after ``timeout`` seconds."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: float) -> None:
+        self._store, self.rank, self.size, self.timeout = store, rank, size, timeout
+        self.begun, self.operation, self._beats = 0, "nothing yet", 0
+        self._stop = threading.Event()
+        self._write()
+        self._thread = threading.Thread(target=self._run, name="gramtower-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)  # a thread inside the store at the end of the interpreter would abort the process
+
+    def begin(self, operation: str) -> None:
+        """Count an operation that all processes take part in."""
+        self.begun += 1
+        self.operation = operation
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def missing(self) -> str:
+        """The processes that are gone or behind, in words; empty if there are none. Takes a few seconds."""
+        first = [self._read(rank) for rank in range(self.size)]
+        self._stop.wait(1.6 * _BEAT)
+        second = [self._read(rank) for rank in range(self.size)]
+        reports = []
+        for rank, (before, now) in enumerate(zip(first, second, strict=True)):
+            if rank == self.rank:
+                continue
+            name = f"process {rank} of {self.size}"
+            if now is None:
+                reports.append(f"{name} never began")
+                continue
+            name = f"{name} (pid {now['pid']} on {now['host']})"
+            if before is not None and before["beats"] == now["beats"]:
+                reports.append(f"{name} is gone: it gives no sign of life")
+            elif now["begun"] < self.begun:
+                reports.append(
+                    f"{name} is hung: it lives but has begun {now['begun']} operations, the last of them "
+                    f"{now['operation']}, where this process has begun {self.begun}"
+                )
+        return "; ".join(reports)
+
+    def explain(self, error: RuntimeError) -> PeerError:
+        """An error that names the missing processes."""
+        found, short = self.missing() or "no process is missing", " ".join(str(error).split())[:300]
+        return PeerError(
+            f"process {self.rank} of {self.size} could not end {self.operation}: {found}. "
+            f"The last checkpoint is whole; the same command goes on from it. ({short})"
+        )
+
+    def _run(self) -> None:
+        begun, since, reported = self.begun, time.monotonic(), False
+        while not self._stop.wait(_BEAT):
+            try:
+                self._write()
+                if self.begun != begun:
+                    begun, since, reported = self.begun, time.monotonic(), False
+                elif not reported and time.monotonic() - since > _PATIENCE * self.timeout and (found := self.missing()):
+                    reported = True
+                    print(f"process {self.rank} waits in {self.operation}: {found}", file=sys.stderr, flush=True)
+            except Exception:  # the store is gone, and with it the run
+                return
+
+    def _write(self) -> None:
+        self._beats += 1
+        line = {"beats": self._beats, "begun": self.begun, "operation": self.operation}
+        line |= {"pid": os.getpid(), "host": socket.gethostname()}
+        self._store.set(f"gramtower/{self.rank}", json.dumps(line))
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        with suppress(Exception):
+            if self._store.check([f"gramtower/{rank}"]):
+                line: dict[str, Any] = json.loads(self._store.get(f"gramtower/{rank}"))
+                return line
+        return None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gramtower.distributed.group import Group
 
 TIMEOUT = "GRAMTOWER_TIMEOUT"  # seconds after which a process that does not answer ends the run
+_PAUSE = 0.02  # seconds between looks at the store
 
 
 def started_among_several() -> bool:
@@ -48,26 +49,19 @@ def joined(cuda: bool) -> Iterator[Group]:
         check.fail(TIMEOUT, repr(seconds), "a number of seconds above 0")
     if cuda:
         local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            check.fail(
-                "device", f"{torch.cuda.device_count()} GPUs for process {local} of this machine", "one for each"
-            )
+        if local >= (gpus := torch.cuda.device_count()):
+            check.fail("device", f"{gpus} GPUs for process {local} of this machine", "one for each")
         torch.cuda.set_device(local)
     timeout = timedelta(seconds=float(seconds))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", timeout=timeout, store=_store(rank, size, timeout), rank=rank, world_size=size
-    )
+    store, backend = _store(rank, size, timeout), "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     yield current_group()
     dist.destroy_process_group()  # not after an error: the others may wait elsewhere
 
 
 def _store(rank: int, size: int, timeout: timedelta) -> Store:
-    """The rendezvous store: torchrun's, with a prefix for each attempt.
-
-    Torch does not separate the attempts of several hosts: after a restart gloo would find the addresses of processes
-    that are gone.
-    """
+    """The rendezvous store: torchrun's, with a prefix for each attempt."""
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -75,9 +69,6 @@ def _store(rank: int, size: int, timeout: timedelta) -> Store:
     store = dist.TCPStore(host, port, None, ours, timeout)  # type: ignore[attr-defined]
     name = agreed_name(store, rank, size, timeout)
     return dist.PrefixStore(f"gramtower/{name}", store)  # type: ignore[attr-defined]
-
-
-_PAUSE = 0.02  # seconds between looks
 
 
 def agreed_name(store: Store, rank: int, size: int, timeout: timedelta) -> str:

@@ -19,7 +19,7 @@ import re
 import secrets
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,8 @@ def write_partition(
         check.fail("held_out", f"shape {held_out.shape}", f"shape {pairs.shape}: pairs of the same entities")
     if folder.exists() and not folder.is_dir():
         check.fail("folder", f"{folder}, which is a file", "a new or empty folder, or an earlier partition")
-    others = [path.name for path in folder.iterdir() if not _is_own(path)] if folder.exists() else []
+    there = [path.name for path in folder.iterdir()] if folder.exists() else []
+    others = [name for name in there if name != MANIFEST and not _FILE_NAME.fullmatch(name) and not is_left_over(name)]
     known = _format_of(folder)
     if known not in (None, _FORMAT) or (others and known != _FORMAT):
         given = f"{folder}, which holds other files such as {[*others, MANIFEST][0]}"
@@ -149,8 +150,7 @@ def write_partition(
         _FORMAT, _VERSION, list(pairs.shape), len(pairs), held, pairs.weights is not None, pairs.left_name,
         pairs.right_name, ids, listed,
     )  # fmt: skip
-    text = json.dumps(asdict(manifest) | {"checksum": _checksum(manifest)}, indent=1) + "\n"
-    write_text(folder / MANIFEST, text)
+    write_text(folder / MANIFEST, json.dumps(asdict(manifest) | {"checksum": _checksum(manifest)}, indent=1) + "\n")
     for old in folder.iterdir():
         if _FILE_NAME.fullmatch(old.name) and token not in old.name:
             old.unlink(missing_ok=True)
@@ -195,13 +195,15 @@ def read_part(folder: str | Path, group: Group = SINGLE) -> Shard:
         left = Rows(tuple(ends[cut] for cut in cuts), group.rank)
         right = Rows(balanced(np.ones(n), group.size), group.rank)
         with _refusing(folder):
-            local = [_read_listed(folder, manifest, part) for part in listed[cuts[group.rank] : cuts[group.rank + 1]]]
-            typed = local or [_read_listed(folder, manifest, listed[0])]  # says of which type ids are
+            own = listed[cuts[group.rank] : cuts[group.rank + 1]]
+            # without an own part, another one says of which type ids are
+            read = [_read_listed(folder, manifest, part) for part in own or listed[:1]]
+        local = [tensors for tensors, _ in read] if own else []
         shard = Shard(
             _stack(local, "", n, left.count),
-            np.concatenate([t["weights"].numpy() for t, _ in local]) if manifest.weights and local else None,
+            np.concatenate([t["weights"].numpy() for t in local]) if manifest.weights and local else None,
             None if manifest.held_out is None else _stack(local, "held_out_", n, left.count),
-            np.concatenate([ids for _, ids in typed])[: left.count],
+            np.concatenate([ids for _, ids in read])[: left.count],
             folder,
             Shards(group, left, right),
             manifest.pairs,
@@ -215,24 +217,24 @@ def _check_manifest(manifest: Manifest) -> None:
         check.fail("shape", manifest.shape[:4], "two numbers of entities")
     parts = [build("parts", Listed, part) for part in manifest.parts]
     names = [manifest.ids, *(part.file for part in parts)]
-    if len(set(names)) < len(names) or not all(_FILE_NAME.fullmatch(name) for name in names):
-        wrong = next((name for name in names if not _FILE_NAME.fullmatch(name)), names[0])
-        check.fail("parts", f"a file {wrong[:80]!r}", "distinct names such as part-00000-0a1b2c3d.safetensors")
-    at = 0
+    wrong = next((name for name in names if not _FILE_NAME.fullmatch(name)), None)
+    if wrong is not None or len(set(names)) < len(names):
+        given = f"a file {(names[0] if wrong is None else wrong)[:80]!r}"
+        check.fail("parts", given, "distinct names such as part-00000-0a1b2c3d.safetensors")
+    at, total = 0, sum(part.pairs for part in parts)
     for part in parts:
         if len(part.rows) != 2 or part.rows[0] != at or part.rows[1] < at or part.pairs < 0:
             check.fail("parts", f"rows {part.rows[:4]} with {part.pairs} pairs", f"rows from {at} on")
         at = part.rows[1]
-    if at != manifest.shape[0] or sum(part.pairs for part in parts) != manifest.pairs or (manifest.held_out or 0) < 0:
-        given = f"{at} rows and {sum(part.pairs for part in parts)} pairs in the parts"
-        check.fail("parts", given, f"{manifest.shape[0]} and {manifest.pairs}")
+    if at != manifest.shape[0] or total != manifest.pairs or (manifest.held_out or 0) < 0:
+        check.fail("parts", f"{at} rows and {total} pairs in the parts", f"{manifest.shape[0]} and {manifest.pairs}")
 
 
 def _read_listed(folder: Path, manifest: Manifest, part: Listed) -> tuple[dict[str, Tensor], Ids]:
     """Read the tensors and ids of a part, checked against the manifest."""
     tensors = _read(folder, part.file, asdict(part))
     rows = part.rows[1] - part.rows[0]
-    pairs = ["", *(["held_out_"] if manifest.held_out is not None else [])]
+    pairs = [""] if manifest.held_out is None else ["", "held_out_"]
     dtypes = {f"{p}{name}": dtype for p in pairs for name, dtype in _TYPES.items()}
     dtypes |= {"weights": torch.float32} if manifest.weights else {}
     found = {name: tensor for name, tensor in tensors.items() if not name.startswith("left_")}
@@ -266,23 +268,21 @@ def _rows(matrix: sp.csr_matrix, first: int, stop: int, prefix: str) -> dict[str
     }
 
 
-def _stack(parts: list[tuple[dict[str, Tensor], Ids]], prefix: str, n: int, rows: int) -> sp.csr_matrix:
-    tensors = [tensor for tensor, _ in parts]
+def _stack(tensors: list[dict[str, Tensor]], prefix: str, n: int, rows: int) -> sp.csr_matrix:
+    def joined(name: str, dtype: type) -> NDArray[Any]:
+        return np.concatenate([np.empty(0, dtype), *(t[prefix + name].numpy() for t in tensors)])
+
     counts = [np.diff(t[f"{prefix}offsets"].numpy()) for t in tensors]
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.empty(0, np.int64), *counts]))])
-    columns = [np.empty(0, np.int32), *(t[f"{prefix}columns"].numpy() for t in tensors)]
-    labels = [np.empty(0, np.float32), *(t[f"{prefix}labels"].numpy() for t in tensors)]
-    return sp.csr_matrix((np.concatenate(labels), np.concatenate(columns), offsets), shape=(rows, n))
+    return sp.csr_matrix((joined("labels", np.float32), joined("columns", np.int32), offsets), shape=(rows, n))
 
 
 def _read(folder: Path, name: str, header: dict[str, object] | None = None) -> dict[str, Tensor]:
     """Read the tensors of a file, whose header must match the manifest."""
-    file = _tensors.TensorFile(folder / name, *_KIND)
-    if file.header != (header or {"file": name}):
-        check.fail(name, "the header of another file", "that of its place in the manifest")
-    tensors = {key: file.read(key) for key in file.shapes}
-    file.close()
-    return tensors
+    with closing(_tensors.TensorFile(folder / name, *_KIND)) as file:
+        if file.header != (header or {"file": name}):
+            check.fail(name, "the header of another file", "that of its place in the manifest")
+        return {key: file.read(key) for key in file.shapes}
 
 
 @contextmanager
@@ -304,8 +304,3 @@ def _format_of(folder: Path) -> object:
     except (OSError, ValueError, RecursionError):
         return None
     return plain.get("format", "other") if isinstance(plain, dict) else "other"
-
-
-def _is_own(path: Path) -> bool:
-    """Whether a file was written by write_partition, completely or not."""
-    return path.name == MANIFEST or bool(_FILE_NAME.fullmatch(path.name)) or is_left_over(path.name)

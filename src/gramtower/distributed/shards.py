@@ -2,9 +2,7 @@
 
 Process r holds its left entities with their features and all their pairs (local left rows × all right columns), and its
 right entities with their features. Rows of id tables are held by one process each. Right rows of other processes
-are exchanged by ``gather`` and ``add_right_sum``; with one process both do nothing.
-
-Ranges are chosen by :func:`balanced` so that work is even.
+are exchanged by ``gather`` and ``add_right_sum``; with one process both do nothing. :func:`balanced` makes work even.
 """
 
 from __future__ import annotations
@@ -33,34 +31,32 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Rows:
-    """One side's entities cut into ranges; process r holds ``bounds[r]:bounds[r + 1]``."""
+    """One side's entities cut into ranges; process r holds ``bounds[r]:bounds[r + 1]``.
+
+    ``first``, ``stop`` and ``count`` are of the rows held here, ``total`` and ``counts`` of all processes.
+    """
 
     bounds: tuple[int, ...]
     rank: int = 0
 
     @property
     def first(self) -> int:
-        """The first row held here."""
         return self.bounds[self.rank]
 
     @property
     def stop(self) -> int:
-        """The row after the last one held here."""
         return self.bounds[self.rank + 1]
 
     @property
     def count(self) -> int:
-        """Rows held here."""
         return self.stop - self.first
 
     @property
     def total(self) -> int:
-        """Rows of all processes."""
         return self.bounds[-1]
 
     @property
     def counts(self) -> list[int]:
-        """Rows of each process."""
         return [b - a for a, b in itertools.pairwise(self.bounds)]
 
     def local(self, rows: Tensor) -> Tensor:
@@ -68,10 +64,7 @@ class Rows:
         return rows if len(self.bounds) == 2 else rows[(rows >= self.first) & (rows < self.stop)] - self.first
 
     def local_rows(self, name: str, rows: Any) -> Any:
-        """Select the local rows of an array or sparse matrix with one row for each entity of the side.
-
-        None and text are returned unchanged.
-        """
+        """Select the local rows of an array or sparse matrix of the side; None and text are returned unchanged."""
         if rows is None or isinstance(rows, str) or self.count == self.total:
             return rows
         if rows.shape[0] != self.total:

@@ -48,7 +48,7 @@ from gramtower._util.files import replacing, write_json, write_text
 from gramtower._util.optional import need
 from gramtower.data import frames
 from gramtower.data.encoders import to_plain
-from gramtower.data.features import MatrixLike
+from gramtower.data.pairs import MatrixLike
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.model.feature_spec import JSON, MOST_DEVIATIONS, FeatureSpec, Part
 from gramtower.model.fitted import FittedModel

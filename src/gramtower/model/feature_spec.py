@@ -40,10 +40,10 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util.schema import build
 from gramtower.data import frames
-from gramtower.data.features import Features, MatrixLike
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import index_of, join
 from gramtower.data.matrices import checked
+from gramtower.data.pairs import Features, MatrixLike
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import SINGLE, Group, current_group
 from gramtower.distributed.shards import Rows

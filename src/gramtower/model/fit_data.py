@@ -20,12 +20,10 @@ from gramtower._util.checks import check_hidden
 from gramtower.data.frames import Column
 from gramtower.data.ids import Key, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike, pairs_of, union
-from gramtower.data.matrices import SparseMatrix, checked, resized
-from gramtower.data.merge import warn_of_pairs
+from gramtower.data.matrices import SparseMatrix, checked, resized, warn_of_pairs
 from gramtower.data.splits import per_user
 from gramtower.data.tables import FeaturesLike
-from gramtower.distributed.agreement import Digest, agree
-from gramtower.distributed.group import SINGLE, Group, current_group
+from gramtower.distributed.group import SINGLE, Digest, Group, agree, current_group
 from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
 from gramtower.metrics.definitions import to_maximise

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
-from gramtower.data.features import as_features
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions, union
 from gramtower.data.matrices import checked
+from gramtower.data.pairs import as_features
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.problem import Point, Problem

@@ -31,8 +31,7 @@ from gramtower.data.frames import Column, TableLike
 from gramtower.data.ids import IdsLike, Key, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike
 from gramtower.data.list_files import ListFile, extra_columns, lists_frame
-from gramtower.data.matrices import canonical, resized, union, without
-from gramtower.data.merge import warn_of_pairs
+from gramtower.data.matrices import canonical, resized, union, warn_of_pairs, without
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Shards

@@ -44,8 +44,7 @@ from gramtower._util import checks as check
 from gramtower._util.torch_runtime import threads_of_fit
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
-from gramtower.distributed.agreement import agree
-from gramtower.distributed.group import SINGLE, Group, current_group
+from gramtower.distributed.group import SINGLE, Group, agree, current_group
 from gramtower.distributed.partition import Shard
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.parameters import Parameters

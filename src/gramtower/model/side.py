@@ -22,7 +22,6 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.data import frames
-from gramtower.data.features import as_features
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import (
     IdsLike,
@@ -38,8 +37,8 @@ from gramtower.data.ids import (
     rows_of,
 )
 from gramtower.data.interactions import Interactions
-from gramtower.data.matrices import SparseMatrix, canonical, resized
-from gramtower.data.merge import warn_of_ids
+from gramtower.data.matrices import SparseMatrix, canonical, resized, warn_of_ids
+from gramtower.data.pairs import as_features
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.engine.towers.towers import Towers
 from gramtower.model.feature_spec import FeatureSpec, IdArray, is_sparse, new_matrix, read_table

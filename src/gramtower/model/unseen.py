@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
-from gramtower.data.features import Features, MatrixLike, SparseBlock, as_features
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
+from gramtower.data.pairs import Features, MatrixLike, SparseBlock, as_features
 from gramtower.data.splits import held_out
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import Group, current_group

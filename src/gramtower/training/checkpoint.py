@@ -33,10 +33,9 @@ from gramtower._util import host
 from gramtower._util.files import take_lock
 from gramtower._util.schema import build
 from gramtower._util.torch_runtime import parallel_for
-from gramtower.data.features import Features
+from gramtower.data.pairs import Features
 from gramtower.distributed import shard_files
-from gramtower.distributed.agreement import Digest
-from gramtower.distributed.group import SINGLE, Group
+from gramtower.distributed.group import SINGLE, Digest, Group
 from gramtower.distributed.shards import Rows, Sharded, Shards
 from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.linearization import Work

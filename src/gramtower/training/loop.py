@@ -26,8 +26,7 @@ import torch
 
 from gramtower._util import checks as check
 from gramtower._util.host import explained
-from gramtower.distributed.agreement import agree, versions
-from gramtower.distributed.group import Group
+from gramtower.distributed.group import Group, agree, versions
 from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters

@@ -31,11 +31,14 @@ from gramtower._util import checks as check
 from gramtower.data import frames
 from gramtower.data.ids import as_ids, as_objects, index_of
 from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import ones_at
 from gramtower.data.readers.item_lists import lines
 from gramtower.data.sources import PathLike, file_in, reading
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
+
+_UNNAMED = 1 << 22  # features that a file may speak of besides one for each number in it
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Graph:
     nodes: DataFrame
 
 
-def links(
+def _links(
     path: PathLike,
     left: NDArray[np.int64],
     right: NDArray[np.int64],
@@ -61,15 +64,9 @@ def links(
     names: tuple[str, str],
     both: bool = False,
 ) -> Interactions:
-    """Make distinct pairs of links; links of a node to itself are dropped and counted as ``self_links``.
+    """Make distinct pairs of links (rows of their ends), in both directions with ``both``.
 
-    Args:
-        path: the file, for errors.
-        left: rows of one end of each link.
-        right: rows of the other end.
-        ids: ids of the nodes.
-        names: names of both sides.
-        both: whether a link makes a pair in both directions.
+    Links of a node to itself are dropped and counted as ``self_links``.
     """
     others = left != right
     rows, columns = left[others], right[others]
@@ -77,21 +74,9 @@ def links(
         rows, columns = np.concatenate([rows, columns]), np.concatenate([columns, rows])
     if not len(rows):
         check.fail("path", f"{path}, in which no node is linked to another", "a graph with links")
-    pairs = Interactions.from_matrix(ones(rows, columns, (len(ids), len(ids))), ids, ids)
+    pairs = Interactions.from_matrix(ones_at(rows, columns, (len(ids), len(ids))), ids, ids)
     named = pairs.renamed(*names, self_links=int(len(others) - others.sum()))
     return replace(named, same_entities=True)
-
-
-def ones(rows: Any, columns: Any, shape: tuple[int, int]) -> sp.csr_matrix:
-    """A float32 matrix with 1 at each position, also at repeated ones."""
-    entries = (np.ones(len(rows), dtype=np.float32), (np.asarray(rows), np.asarray(columns)))
-    matrix = sp.csr_matrix(entries, shape=shape)
-    matrix.sum_duplicates()  # which scipy 1.13.0 leaves
-    matrix.data[:] = 1
-    return matrix
-
-
-_UNNAMED = 1 << 22  # features that a file may speak of besides one for each number in it
 
 
 def musae(path: PathLike, *, directed: bool = False) -> Graph:
@@ -118,7 +103,7 @@ def musae(path: PathLike, *, directed: bool = False) -> Graph:
     with reading(edges):
         columns = frames.read_csv(edges, [("path", 0), ("path", 1)])
         left, right = (_rows(edges, column, index) for column in columns)
-        pairs = links(edges, left, right, ids, ("node", "neighbour"), both)
+        pairs = _links(edges, left, right, ids, ("node", "neighbour"), both)
     return Graph(pairs, features, nodes)
 
 
@@ -149,7 +134,7 @@ def _features(path: Path, index: dict[Any, int]) -> sp.csr_matrix:
     width = 1 + max(columns, default=0)
     if width > _UNNAMED + len(columns):
         check.fail("path", f"{path} with feature {width - 1:,}", f"numbers below {_UNNAMED + len(columns):,}")
-    return ones(rows, columns, (len(index), width))
+    return ones_at(rows, columns, (len(index), width))
 
 
 def wikispeedia(path: PathLike) -> Graph:
@@ -167,18 +152,18 @@ def wikispeedia(path: PathLike) -> Graph:
         ends = [(_title(a), _title(b)) for a, b in _fields(linked, "from<TAB>to")]
     with reading(listed):
         kinds = sorted({(_title(a), category) for a, category in _fields(listed, "article<TAB>category")})
-    titles = sorted({title for pair in ends for title in pair} | {title for title, _ in kinds})
-    index = {title: row for row, title in enumerate(titles)}
-    categories = {name: place for place, name in enumerate(sorted({name for _, name in kinds}))}
+    titles = as_objects(sorted({title for pair in ends for title in pair} | {title for title, _ in kinds}))
+    names = as_objects(sorted({name for _, name in kinds}))
+    index, categories = index_of(titles), index_of(names)
     rows = np.asarray([(index[a], index[b]) for a, b in ends], dtype=np.int64).reshape(-1, 2)
     with reading(linked):
-        pairs = links(linked, rows[:, 0], rows[:, 1], as_objects(titles), ("from", "to"))
+        pairs = _links(linked, rows[:, 0], rows[:, 1], titles, ("from", "to"))
     places = ([index[title] for title, _ in kinds], [categories[name] for _, name in kinds])
     own: list[list[str]] = [[] for _ in titles]
     for title, name in kinds:
         own[index[title]].append(name)
-    nodes = frames.polars().DataFrame({"article": titles, "categories": ["|".join(names) for names in own]})
-    return Graph(pairs, ones(*places, (len(titles), max(1, len(categories)))), nodes)
+    nodes = frames.polars().DataFrame({"article": titles.tolist(), "categories": ["|".join(some) for some in own]})
+    return Graph(pairs, ones_at(*places, (len(titles), max(1, len(categories)))), nodes)
 
 
 def _fields(path: Path, form: str) -> list[tuple[str, str]]:

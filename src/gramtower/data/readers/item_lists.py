@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
+from numpy.typing import ArrayLike
 
 from gramtower._util import checks as check
 from gramtower.data import frames
@@ -67,9 +68,8 @@ def _lists(path: PathLike, separator: str | None, encoding: str, left_name: str,
         lengths.append(len(fields) - 1)
         members += fields[1:]
     if not members:
-        check.fail(
-            "path", f"{path}, which has no line with two ids", f"lines '{left_name} {right_name} {right_name} …'"
-        )
+        expected = f"lines '{left_name} {right_name} {right_name} …'"
+        check.fail("path", f"{path}, which has no line with two ids", expected)
     left = np.repeat(np.asarray(heads, dtype=object), lengths)
     found = Interactions.from_arrays(left, members, left_name=left_name, right_name=right_name)
     return found.renamed(left_name, right_name, lines_without_pairs=alone)
@@ -111,17 +111,8 @@ def edge_list(
             else:
                 source, separator = one_byte(data, separator.encode())
             encoding = "utf8"
-        found = Interactions.from_csv(
-            source,
-            left,
-            right,
-            separator=separator,
-            header=header,
-            quote=None,
-            comment=comment,
-            encoding=encoding,
-            **options,
-        )
+        form: dict[str, Any] = {"separator": separator, "header": header, "quote": None, "comment": comment}
+        found = Interactions.from_csv(source, left, right, encoding=encoding, **form, **options)
     return found if header else found.renamed("left", "right")
 
 
@@ -183,7 +174,7 @@ def citeulike(path: PathLike) -> CiteULike:
 def _matrix(path: PathLike, what: str, width: int, counted: bool) -> sp.csr_matrix:
     """One row for each line: its numbers, or its number:count cells, after how many there are."""
     form = "count word:times word:times …" if counted else "count article article …"
-    columns, values, offsets = array("q"), array("d"), array("q", [0])
+    columns, values, counts = array("q"), array("d"), list[int]()
     for number, line in lines(path, "utf8", keep_blank=True):
         try:
             many, *cells = line.split()
@@ -201,13 +192,8 @@ def _matrix(path: PathLike, what: str, width: int, counted: bool) -> sp.csr_matr
             check.fail("path", given, f"numbers from 0 to {width - 1}")
         columns.extend(places)
         values.extend(times)
-        offsets.append(len(columns))
-    entries = (np.asarray(values, dtype=np.float32), np.asarray(columns), np.asarray(offsets))
-    matrix = sp.csr_matrix(entries, shape=(len(offsets) - 1, width))
-    matrix.sum_duplicates()
-    if not counted:
-        matrix.data[:] = 1  # an article named twice
-    return matrix
+        counts.append(len(places))
+    return _sparse(what, values, columns, counts, width)
 
 
 _UNNAMED = 1 << 22  # labels that a header may speak of besides one for each character of the file
@@ -239,10 +225,8 @@ def extreme_classification(path: PathLike) -> Extreme:
         if len(numbers) != 3 or not all(x.isascii() and x.isdecimal() and len(x) <= 10 for x in numbers):
             check.fail("path", f"{path}, whose first line is not three numbers", "a line 'points features labels'")
         points, features, labels = map(int, numbers)
-        label_columns, columns, values = array("q"), array("q"), array("d")
-        label_counts: list[int] = []
-        counts: list[int] = []
-        size = 0
+        label_columns, columns, values, size = array("q"), array("q"), array("d"), 0
+        label_counts, counts = list[int](), list[int]()
         for number, line in numbered:
             try:
                 point_labels, places, cells = _point(line)
@@ -260,7 +244,7 @@ def extreme_classification(path: PathLike) -> Extreme:
             check.fail("path", f"{labels:,} labels in a file of {size:,} characters", f"at most {_UNNAMED + size:,}")
         matrix = _sparse("labels", np.ones(len(label_columns)), label_columns, label_counts, labels)
         pairs = Interactions.from_matrix(matrix, left_name="point", right_name="label")
-        return Extreme(pairs, _sparse("features", np.asarray(values), columns, counts, features))
+        return Extreme(pairs, _sparse("features", values, columns, counts, features))
 
 
 def _point(line: str) -> tuple[list[int], list[int], list[float]]:
@@ -273,14 +257,14 @@ def _point(line: str) -> tuple[list[int], list[int], list[float]]:
     return [int(x) for x in head.split(",")] if head else [], [int(place) for place, _ in cells], values
 
 
-def _sparse(name: str, values: Any, columns: Any, counts: list[int], width: int) -> sp.csr_matrix:
+def _sparse(name: str, values: ArrayLike, columns: array[int], counts: list[int], width: int) -> sp.csr_matrix:
     places = np.asarray(columns)
     if len(places) and not 0 <= places.min() <= places.max() < width:
         check.fail("path", f"{name} numbered {places.min()} to {places.max()}", f"numbers from 0 to {width - 1}")
     offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    matrix = sp.csr_matrix((values.astype(np.float32), places, offsets), shape=(len(counts), width))
+    matrix = sp.csr_matrix((np.asarray(values).astype(np.float32), places, offsets), shape=(len(counts), width))
     matrix.sum_duplicates()
-    if name == "labels":
-        matrix.data[:] = 1  # a label named twice
+    if name in ("articles", "labels"):
+        matrix.data[:] = 1  # one may be named twice
     check.finite(name, matrix.data)  # a feature named twice is added
     return matrix

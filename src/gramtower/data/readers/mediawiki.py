@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -35,6 +36,7 @@ from gramtower.data.ids import as_objects
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import PathLike, existing, reading
 
+Row = tuple[bytes, ...]
 _ENDING = r"\.sql(\.gz|\.bz2|\.xz)?"
 _ARTICLES = b"0"
 
@@ -58,7 +60,8 @@ def mediawiki_links(path: PathLike) -> Interactions:
     entries = (np.ones(len(rows), np.float32), (np.searchsorted(left, rows), np.searchsorted(right, columns)))
     matrix = sp.csr_matrix(entries, shape=(len(left), len(right)))
     matrix.sort_indices()
-    articles, linked = (as_objects([_readable(pages.titles[number]) for number in side]) for side in (left, right))
+    names = [[pages.titles[number].decode("utf-8", "backslashreplace") for number in side] for side in (left, right)]
+    articles, linked = (as_objects([name.replace("_", " ") for name in side]) for side in names)
     report = counts | {"pairs": matrix.nnz, "left": len(left), "right": len(right)}
     return Interactions(matrix, articles, linked, left_name="from", right_name="to", report=report)
 
@@ -70,31 +73,21 @@ def is_mediawiki(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Pages:
-    """Pages of namespace 0, numbered in the order of the dump.
+    """Pages of namespace 0, numbered in the order of the dump."""
 
-    Attributes:
-        titles: title of each number, as in the database.
-        numbers: number of each title.
-        articles: number of each page id that is an article.
-        target: for each number the article that a link to it leads to, −1 for none.
-        redirects: how many pages are redirects.
-    """
-
-    titles: list[bytes]
-    numbers: dict[bytes, int]
-    articles: dict[int, int]
-    target: NDArray[np.int64]
-    redirects: int
+    titles: list[bytes]  # title of each number, as in the database
+    numbers: dict[bytes, int]  # number of each title
+    articles: dict[int, int]  # number of each page id that is an article
+    target: NDArray[np.int64]  # for each number the article that a link to it leads to, −1 for none
+    redirects: int  # how many pages are redirects
 
 
 def _read_pages(folder: Path) -> _Pages:
     titles: list[bytes] = []
     by_id: dict[int, int] = {}
     is_redirect: list[bool] = []
-    wanted = ("page_id", "page_namespace", "page_title", "page_is_redirect")
-    path = _dump(folder, "page")
-    with reading(path):
-        for page, namespace, title, flag in chain.from_iterable(read_rows(path, wanted)):
+    with _rows(folder, "page", "page_id", "page_namespace", "page_title", "page_is_redirect") as batches:
+        for page, namespace, title, flag in chain.from_iterable(batches):
             if namespace == _ARTICLES:
                 by_id[number_of(page)] = len(titles)
                 titles.append(text_of(title))
@@ -103,10 +96,8 @@ def _read_pages(folder: Path) -> _Pages:
         check.fail("path", f"{folder}, whose page dump has no page of namespace 0", "a whole page dump")
     numbers = {title: number for number, title in enumerate(titles)}
     leads_to = np.where(is_redirect, -1, np.arange(len(titles)))
-    wanted = ("rd_from", "rd_namespace", "rd_title", "rd_interwiki")
-    path = _dump(folder, "redirect")
-    with reading(path):
-        for source, namespace, title, interwiki in chain.from_iterable(read_rows(path, wanted)):
+    with _rows(folder, "redirect", "rd_from", "rd_namespace", "rd_title", "rd_interwiki") as batches:
+        for source, namespace, title, interwiki in chain.from_iterable(batches):
             number = by_id.get(number_of(source))
             if number is not None and is_redirect[number] and namespace == _ARTICLES and not text_of(interwiki):
                 leads_to[number] = numbers.get(text_of(title), -1)
@@ -125,7 +116,7 @@ def _resolved(leads_to: NDArray[np.int64], is_redirect: NDArray[np.bool_]) -> ND
 def _read_links(folder: Path, pages: _Pages) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
     """Distinct links as numbers of pages, and what was counted."""
     path = _dump(folder, "pagelinks")
-    present = columns_of(path)
+    present = _Reader(path).columns()
     counts = {"pages": len(pages.articles), "redirects": pages.redirects, "rows": 0}
     counts |= dict.fromkeys(("rows_not_from_articles", "rows_to_no_article", "rows_to_itself", "rows_merged"), 0)
     by_title = "pl_title" in present
@@ -135,10 +126,9 @@ def _read_links(folder: Path, pages: _Pages) -> tuple[NDArray[np.int64], NDArray
     find = _by_title(pages) if by_title else _by_target(folder, pages)
     size = len(pages.titles)
     kept: list[NDArray[np.int64]] = []
-    with reading(path):
-        for rows in read_rows(path, columns):
-            articles = pages.articles
-            sources = np.array([articles.get(number_of(row[0]), -1) for row in rows], dtype=np.int64)
+    with _rows(folder, "pagelinks", *columns) as batches:
+        for rows in batches:
+            sources = np.array([pages.articles.get(number_of(row[0]), -1) for row in rows], dtype=np.int64)
             targets = find(rows)
             of_articles, to_articles = sources >= 0, targets >= 0
             linked = of_articles & to_articles
@@ -156,25 +146,23 @@ def _read_links(folder: Path, pages: _Pages) -> tuple[NDArray[np.int64], NDArray
     return distinct // size, distinct % size, counts
 
 
-def _by_title(pages: _Pages) -> Callable[[list[tuple[bytes, ...]]], NDArray[np.int64]]:
+def _by_title(pages: _Pages) -> Callable[[list[Row]], NDArray[np.int64]]:
     """Targets of rows (from, namespace, title)."""
 
-    def find(rows: list[tuple[bytes, ...]]) -> NDArray[np.int64]:
-        numbers = pages.numbers
-        known = [numbers.get(text_of(title), -1) if place == _ARTICLES else -1 for _, place, title in rows]
+    def find(rows: list[Row]) -> NDArray[np.int64]:
+        known = [pages.numbers.get(text_of(title), -1) if place == _ARTICLES else -1 for _, place, title in rows]
         found = np.array(known, dtype=np.int64)
         return np.where(found < 0, -1, pages.target[found])
 
     return find
 
 
-def _by_target(folder: Path, pages: _Pages) -> Callable[[list[tuple[bytes, ...]]], NDArray[np.int64]]:
+def _by_target(folder: Path, pages: _Pages) -> Callable[[list[Row]], NDArray[np.int64]]:
     """Targets of rows (from, target id), which linktarget explains."""
     ids: list[NDArray[np.int64]] = []
     targets: list[NDArray[np.int32]] = []
-    path = _dump(folder, "linktarget")
-    with reading(path):
-        for rows in read_rows(path, ("lt_id", "lt_namespace", "lt_title")):
+    with _rows(folder, "linktarget", "lt_id", "lt_namespace", "lt_title") as batches:
+        for rows in batches:
             numbers = [
                 (number_of(key), number)
                 for key, namespace, title in rows
@@ -187,7 +175,7 @@ def _by_target(folder: Path, pages: _Pages) -> Callable[[list[tuple[bytes, ...]]
     order = np.argsort(known, kind="stable")
     known, meant = known[order], np.concatenate([np.empty(0, np.int32), *targets])[order]
 
-    def find(rows: list[tuple[bytes, ...]]) -> NDArray[np.int64]:
+    def find(rows: list[Row]) -> NDArray[np.int64]:
         asked = np.array([number_of(row[1]) for row in rows], dtype=np.int64)
         if not len(known):
             return np.full(len(rows), -1)
@@ -215,11 +203,14 @@ def _dump(folder: Path, table: str) -> Path:
     return folder / found[0]
 
 
-def _readable(title: bytes) -> str:
-    return title.decode("utf-8", "backslashreplace").replace("_", " ")
+@contextmanager
+def _rows(folder: Path, table: str, *columns: str) -> Iterator[Iterator[list[Row]]]:
+    """Open a dump and give some columns of all rows, many rows at a time; errors inside name the file."""
+    path = _dump(folder, table)
+    with reading(path):
+        yield _Reader(path).rows(columns)
 
 
-Row = tuple[bytes, ...]
 _END = ord(";")
 _LONGEST = 1 << 20  # bytes of a row; more without an end are not a row
 _LARGEST = 10**18
@@ -258,20 +249,6 @@ def text_of(value: bytes) -> bytes:
     return _ESCAPE.sub(lambda found: b"'" if found[1] is None else _ESCAPED.get(found[1], found[1]), inner)
 
 
-def columns_of(path: Path) -> list[str]:
-    """The columns of the table of a dump, from its CREATE TABLE."""
-    return _Reader(path).columns()
-
-
-def read_rows(path: Path, columns: Sequence[str]) -> Iterator[list[Row]]:
-    """Yield some columns of all rows, many rows at a time, as they are written: ``b"12"``, ``b"'Title'"``, ``b"NULL"``.
-
-    Raises:
-        ValueError: if a column does not exist, a row is not one, or the file ends inside a statement.
-    """
-    return _Reader(path).rows(columns)
-
-
 class _Reader:
     """A dump: bytes read and not needed yet, where in them the next ones stand, and how many came before them."""
 
@@ -292,7 +269,7 @@ class _Reader:
         return names
 
     def rows(self, wanted: Sequence[str]) -> Iterator[list[Row]]:
-        """See read_rows."""
+        """Yield some columns of many rows at a time, as they are written: ``b"12"``, ``b"'Title'"``, ``b"NULL"``."""
         present = self.columns()
         for name in wanted:
             if name not in present:
@@ -317,20 +294,18 @@ class _Reader:
 
     def _statement(self, row: re.Pattern[bytes]) -> Iterator[list[Row]]:
         """The rows of one INSERT, up to its semicolon, as many at a time as were read."""
-        while True:
+        ended = False
+        while not ended:
             batch: list[Row] = []
-            data, at, ended = self.data, self.at, False
-            while found := row.match(data, at):  # none where a row is cut, or is none
+            data, at = self.data, self.at
+            while not ended and (found := row.match(data, at)):  # none where a row is cut, or is none
                 at = found.end()
                 batch.append(found.groups())
-                if data[at - 1] == _END:
-                    ended = True
-                    break
+                ended = data[at - 1] == _END
             self.at = at
             yield batch
-            if ended:
-                return
-            self._more("a row")
+            if not ended:
+                self._more("a row")
 
     def _next_statement(self) -> bytes | None:
         """Find the next CREATE TABLE or INSERT INTO at the beginning of a line; None at the end of the file."""

@@ -27,7 +27,7 @@ from gramtower.data import frames, sources
 from gramtower.data.frames import Column
 from gramtower.data.ids import Coded, as_objects
 from gramtower.data.interactions import Interactions
-from gramtower.data.merge import Rule, assemble
+from gramtower.data.matrices import Rule, assemble
 from gramtower.data.readers.item_lists import one_byte
 from gramtower.data.sources import BOM, PathLike, existing, members, read_members, reading
 
@@ -64,17 +64,9 @@ def movielens(
         if times and "timestamp" not in present:
             check.fail("times", f"True with {name}", "a ratings file with timestamps")
         column = {plain: place for place, plain in enumerate(present)}
-        with_times = "timestamp" in column if times is None else times
-        found = Interactions.from_csv(
-            text,
-            column["user"],
-            column["movie"],
-            value=column["rating"],
-            time=column["timestamp"] if with_times else None,
-            threshold=threshold,
-            labels=labels,
-            **options,
-        )
+        options["time"] = column.get("timestamp") if times is None or times else None
+        user, movie, rating = (column[name] for name in _COLUMNS["ratings"][:3])
+        found = Interactions.from_csv(text, user, movie, value=rating, threshold=threshold, labels=labels, **options)
         return found.renamed("user", "movie")
 
 
@@ -102,10 +94,9 @@ def movielens_table(path: PathLike, table: str) -> DataFrame:
 def _movielens_file(path: PathLike, table: str) -> tuple[str, bytes]:
     """Name and decompressed content of a table in a folder or zip, or of the file given."""
     place = existing("path", path, folder=True)
-    stems = r"(ratings\w*|u)" if table == "ratings" else table
-    archive = place.is_dir() or zipfile.is_zipfile(place)
-    if not archive:
+    if not place.is_dir() and not zipfile.is_zipfile(place):
         return place.name, sources.content(place)
+    stems = r"(ratings\w*|u)" if table == "ratings" else table
     found = members(place, re.compile(stems + _ENDING, re.IGNORECASE))
     if not found:
         listing = ", ".join(members(place, re.compile(".*"))[:20]) or "nothing"

@@ -29,10 +29,9 @@ from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.host import default_budget, explained, free_memory, readable
 from gramtower._util.torch_runtime import PAIR_PRECISIONS, PRECISIONS, products_in
-from gramtower.data.features import MatrixLike, as_features
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix, extremes
-from gramtower.data.pairs import from_sparse, sorting_bytes
+from gramtower.data.pairs import MatrixLike, as_features, from_sparse, sorting_bytes
 from gramtower.distributed.shards import Shards, unsharded
 from gramtower.engine.kernels import BACKENDS, layout, select
 from gramtower.engine.kernels.elementwise import Loss, as_loss

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gramtower.data.features import Block, Features, SparseBlock
+from gramtower.data.pairs import Block, Features, SparseBlock
 from gramtower.distributed.group import Group
 from gramtower.engine.towers.steps import (
     Blocks,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
-from gramtower.data.features import Block, Features, IdBlock, SparseBlock
+from gramtower.data.pairs import Block, Features, IdBlock, SparseBlock
 from gramtower.engine.kernels.elementwise import TABLE, Activation, activation_of
 from gramtower.engine.towers.steps import (
     Change,

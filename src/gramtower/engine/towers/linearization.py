@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.host import BlockPlan
-from gramtower.data.features import Block, Features
+from gramtower.data.pairs import Block, Features
 from gramtower.engine.towers.steps import Change, Cotangent, Named, Op, Shifted, Values, materialise
 
 

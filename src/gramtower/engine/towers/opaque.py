@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gramtower.data.features import Features, IdBlock, SparseBlock
+from gramtower.data.pairs import Features, IdBlock, SparseBlock
 from gramtower.distributed.group import Group
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.towers.branches import Join

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gramtower._util import checks as check
-from gramtower.data.features import Block, Features, IdBlock, SparseBlock
+from gramtower.data.pairs import Block, Features, IdBlock, SparseBlock
 from gramtower.engine.kernels import layout
 from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, Normalise
 from gramtower.engine.towers.opaque import Opaque, SparseRows, call_with

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
-from gramtower.data.features import Block, Features, SparseBlock
+from gramtower.data.pairs import Block, Features, SparseBlock
 from gramtower.distributed.group import Group
 from gramtower.engine.kernels import Kernels
 

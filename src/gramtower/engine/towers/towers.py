@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gramtower._util import checks as check
 from gramtower._util.host import BlockPlan
-from gramtower.data.features import Features, SparseBlock
+from gramtower.data.pairs import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import Kernels, select
 from gramtower.engine.towers import stack
