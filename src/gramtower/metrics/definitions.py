@@ -4,6 +4,10 @@ AT_K       functions of hits (users × K, whether the item at this place is rele
 psp        hits weighted by the inverse propensities of items
 OF_LISTS   novelty and diversity of a list, whatever is relevant; NaN for a list that is too short
 OF_ITEMS   functions of how often each item is in the lists of all users
+
+The AUC and the MRR count exactly, without sorting users × items. For a relevant item of user i with score s, the AUC
+needs #{j not relevant, s_ij > s} + ½ #{j not relevant, s_ij = s}, where items left out of the ranking have score −inf
+and are never above. Cost: one pass over a user's scores for each relevant item, two for the rank of the first one.
 """
 
 from __future__ import annotations
@@ -14,9 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy.sparse as sp
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gramtower._util import checks as check
+from gramtower.retrieval.topk import use_compiled
 
 DEFAULT = ("map@5", "recall@20", "ndcg@20")
 PROPENSITY = (0.55, 1.5)  # A and B of Jain et al. (2016), who estimated them on Wikipedia
@@ -134,6 +142,54 @@ def gini(counts: NDArray[np.int64]) -> float:
         return float("nan")
     ordered = np.sort(counts).astype(np.float64)
     return float((2 * np.arange(1, n + 1) - n - 1) @ ordered / (n * total))
+
+
+def above(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) -> NDArray[np.float64]:
+    """One count for each relevant pair of rows start:stop, whose scores are given."""
+    if use_compiled(scores.device, scores.numel()):
+        from gramtower.retrieval import scan
+
+        offsets = relevant.indptr[start : stop + 1].astype(np.int64)
+        columns = relevant.indices[offsets[0] : offsets[-1]].astype(np.int64)
+        return scan.above(scores, offsets - offsets[0], columns)
+    return above_torch(scores, relevant, start, stop)
+
+
+def above_torch(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) -> NDArray[np.float64]:
+    """The same as ``above``, by sorting each row, for any device."""
+    offsets = relevant.indptr[start : stop + 1]
+    counts = np.diff(offsets)
+    rows = torch.from_numpy(np.repeat(np.arange(stop - start), counts)).to(scores.device)
+    place = np.arange(offsets[-1] - offsets[0]) - np.repeat(offsets[:-1] - offsets[0], counts)
+    places = torch.from_numpy(place).to(scores.device)
+    columns = torch.from_numpy(relevant.indices[offsets[0] : offsets[-1]].astype(np.int64)).to(scores.device)
+    wanted = scores.new_full((stop - start, int(counts.max(initial=0))), -torch.inf)
+    wanted[rows, places] = scores[rows, columns]
+    total = torch.zeros_like(wanted, dtype=torch.float64)
+    for among, sign in ((scores, 1), (wanted, -1)):
+        ordered = among.sort(1).values
+        not_below = among.shape[1] - torch.searchsorted(ordered, wanted)
+        higher = among.shape[1] - torch.searchsorted(ordered, wanted, right=True)
+        total += sign * 0.5 * (not_below + higher)
+    return np.asarray(total[rows, places].cpu().numpy())
+
+
+def first_places(scores: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The rank of each row's first relevant item, from 1, or infinity; equal scores are in order of columns.
+
+    ``rows``, which increase, and ``columns`` are those of the relevant pairs, whose scores are above −inf.
+    """
+    count, n = scores.shape
+    i, j = (torch.from_numpy(x.astype(np.int64)).to(scores.device) for x in (rows, columns))
+    own = scores[i, j]
+    highest = scores.new_full((count,), torch.inf).scatter_reduce_(0, i, own, "amax", include_self=False)
+    among = own == highest[i]
+    column = torch.full((count,), n, device=scores.device).scatter_reduce_(0, i[among], j[among], "amin")
+    before = (scores > highest[:, None]).sum(1)
+    before += ((scores == highest[:, None]) & (torch.arange(n, device=scores.device) < column[:, None])).sum(1)
+    places = np.asarray(before.cpu().numpy() + 1, dtype=np.float64)
+    places[np.bincount(rows, minlength=count) == 0] = np.inf
+    return places
 
 
 AT_K: dict[str, Callable[[Hits, Floats], Floats]] = {

@@ -18,11 +18,17 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower.data.matrices import SparseMatrix, canonical, union, without
 from gramtower.distributed.group import SINGLE, Group
-from gramtower.metrics.definitions import DEFAULT, PROPENSITY, Metric, inverse_propensities, parse, self_information
+from gramtower.metrics.definitions import (
+    DEFAULT,
+    PROPENSITY,
+    Metric,
+    above,
+    inverse_propensities,
+    parse,
+    self_information,
+)
 from gramtower.metrics.tally import ItemFacts, Scores, Tally
-from gramtower.retrieval.ranks import above
-from gramtower.retrieval.scores import EmbeddingsLike, as_embeddings, embeddings, score_blocks
-from gramtower.retrieval.topk import best, best_lists
+from gramtower.retrieval.topk import EmbeddingsLike, as_embeddings, best, best_lists, embeddings, score_blocks
 
 
 def ranking_metrics(

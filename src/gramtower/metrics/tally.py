@@ -36,9 +36,9 @@ from gramtower.metrics.definitions import (
     Metric,
     best_gains,
     diversity,
+    first_places,
     novelty,
 )
-from gramtower.retrieval.ranks import first_places
 
 GROUPS = ("low", "mid", "high")
 
