@@ -35,34 +35,10 @@ Lists = NDArray[np.int64]
 _ELEMENTS = 1 << 20  # numbers in a block of summed embeddings
 
 
-def _paper_map(hits: Hits, relevant: Floats) -> Floats:
-    return np.asarray(_precisions(hits).mean(1))
-
-
-def _precision(hits: Hits, relevant: Floats) -> Floats:
-    return np.asarray(hits.mean(1))
-
-
-def _recall(hits: Hits, relevant: Floats) -> Floats:
-    return np.asarray(hits.sum(1) / relevant)
-
-
 def _ndcg(hits: Hits, relevant: Floats) -> Floats:
     gains = 1 / np.log2(np.arange(2, hits.shape[1] + 2))
     ideal = np.append(np.nan, np.cumsum(gains))
     return np.asarray(hits @ gains / ideal[np.minimum(relevant, len(gains)).astype(int)])
-
-
-def _average_precision(hits: Hits, relevant: Floats) -> Floats:
-    return np.asarray((_precisions(hits) * hits).sum(1) / np.minimum(relevant, hits.shape[1]))
-
-
-def _hit(hits: Hits, relevant: Floats) -> Floats:
-    return np.asarray(hits.any(1), dtype=np.float64)
-
-
-def _reciprocal_rank(hits: Hits, relevant: Floats) -> Floats:
-    return np.where(hits.any(1), 1 / (hits.argmax(1) + 1), 0.0)
 
 
 def _precisions(hits: Hits) -> Floats:
@@ -193,20 +169,19 @@ def first_places(scores: Tensor, rows: NDArray[np.int64], columns: NDArray[np.in
 
 
 AT_K: dict[str, Callable[[Hits, Floats], Floats]] = {
-    "map": _average_precision,
-    "paper_map": _paper_map,
-    "precision": _precision,
-    "recall": _recall,
+    "map": lambda hits, relevant: (_precisions(hits) * hits).sum(1) / np.minimum(relevant, hits.shape[1]),
+    "paper_map": lambda hits, relevant: _precisions(hits).mean(1),
+    "precision": lambda hits, relevant: hits.mean(1),
+    "recall": lambda hits, relevant: hits.sum(1) / relevant,
     "ndcg": _ndcg,
-    "hit": _hit,
-    "mrr": _reciprocal_rank,
+    "hit": lambda hits, relevant: np.asarray(hits.any(1), np.float64),
+    "mrr": lambda hits, relevant: np.where(hits.any(1), 1 / (hits.argmax(1) + 1), 0.0),
 }
 OF_LISTS = ("novelty", "diversity")
 OF_ITEMS: dict[str, Callable[[NDArray[np.int64]], float]] = {"coverage": coverage, "gini": gini}
 OF_RANKINGS = ("auc", "mrr")  # of all items, without a K
 LOWER_IS_BETTER = ("gini",)
 _ALIASES = {"hr": "hit", "hit_rate": "hit"}
-_SHORTEST = {"diversity": 2}
 _NAMES = (*AT_K, "psp", *OF_LISTS, *OF_ITEMS)
 KNOWN = (*(f"{name}@K" for name in (*_NAMES, *_ALIASES)), *OF_RANKINGS)
 
@@ -239,10 +214,9 @@ def parse(metrics: str | Sequence[str], argument: str = "metrics") -> list[Metri
         if isinstance(name, str) and name in OF_RANKINGS:
             parsed.append(Metric(name, name, 0))
         elif match and kind in _NAMES:
-            least, k = _SHORTEST.get(kind, 1), int(match[2])
-            if k < least:
-                check.fail(argument, repr(name), f"{kind}@{least} or more: a list of {k} has no pairs of items")
-            parsed.append(Metric(name, kind, k))
+            if kind == "diversity" and match[2] == "1":
+                check.fail(argument, repr(name), "diversity@2 or more: a list of 1 has no pairs of items")
+            parsed.append(Metric(name, kind, int(match[2])))
         else:
             check.fail(argument, repr(name), "names such as 'recall@20', of " + ", ".join(KNOWN))
     if not parsed:

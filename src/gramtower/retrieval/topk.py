@@ -59,10 +59,8 @@ def as_embeddings(name: str, value: EmbeddingsLike) -> Tensor:
     if not tensor.is_floating_point():
         check.fail(name, f"dtype {tensor.dtype}", "floating-point embeddings")
     tensor = tensor.to(torch.float32).contiguous()
-    if not torch.isfinite(tensor.sum()):  # the sum of finite numbers may overflow, so check each row
-        bad = int((~torch.isfinite(tensor)).any(1).sum())
-        if bad:
-            check.fail(name, f"{bad} rows with NaN or infinity", "finite embeddings")
+    if not torch.isfinite(tensor.sum()) and (bad := int((~torch.isfinite(tensor)).any(1).sum())):  # a sum may overflow
+        check.fail(name, f"{bad} rows with NaN or infinity", "finite embeddings")
     return tensor
 
 
@@ -75,32 +73,20 @@ def score_blocks(
     block_bytes: int | str | None = None,
     buffers: int = 1,
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Blocks of scores, in order of rows.
+    """Blocks of scores in order of rows: first row, row after the last, and their scores.
 
-    Args:
-        P: left embeddings, rows × k, float32.
-        Q: right embeddings, n × k, float32, on the same device.
-        exclude: rows × n (the rows that are scored); its stored entries become −inf.
-        deny: columns that become −inf for everyone.
-        rows: rows of P to score; None for all.
-        block_bytes: largest memory for scores; None for 64 MB on a CPU and 1 GB on a GPU.
-        buffers: number of buffers, which are used in turn.
-
-    Yields:
-        First row, row after the last, and their scores, which are overwritten after ``buffers - 1`` more blocks.
+    Only ``rows`` of P are scored, to which ``exclude`` belongs. Its entries and the columns ``deny`` become −inf. A
+    block is overwritten after ``buffers - 1`` more.
     """
     count, n = len(P) if rows is None else len(rows), len(Q)
     size = rows_in_block(n, count, P.device, block_bytes, buffers)
-    held = [
-        torch.empty((size, n), dtype=torch.float32, device=P.device) for _ in range(min(buffers, -(-count // size)))
-    ]
-    across = Q.t()
+    held = [torch.empty((size, n), device=P.device, dtype=P.dtype) for _ in range(min(buffers, -(-count // size)))]
     for number, start in enumerate(range(0, count, size)):
         stop = min(start + size, count)
         scores = held[number % buffers][: stop - start]
         part = P[start:stop] if rows is None else P[torch.from_numpy(rows[start:stop]).to(P.device)]
         places = None if exclude is None else _places(exclude, start, stop, P.device)
-        torch.mm(part, across, out=scores)
+        torch.mm(part, Q.t(), out=scores)
         if places is not None:
             scores.view(-1).index_fill_(0, places, -torch.inf)
         if deny is not None:
@@ -223,7 +209,7 @@ _ROWS = 512  # rows of a tile; with fewer, products are slower
 _TILE = 1 << 18  # scores of a tile
 _FEWEST = 64  # least columns of a tile
 
-Lists = tuple[int, int, NDArray[np.int64], NDArray[np.float32]]
+Lists = tuple[int, int, NDArray[np.int64], NDArray[np.float32]]  # first row, row after the last, columns, scores
 
 
 def best_lists(
@@ -240,37 +226,29 @@ def best_lists(
 
     The arguments are those of score_blocks, with ``deny`` increasing; k is at most the number of columns. With
     ``loaded`` compiled code is used for few scores too, as in a server that has loaded it.
-
-    Yields:
-        First row, row after the last, their columns and their scores.
     """
     count = len(P) if rows is None else len(rows)
     if use_compiled(P.device, count * len(Q), k, WORTH_CALLING if loaded else None):
         yield from _tiled(P, Q, k, exclude, deny, rows, block_bytes)
         return
     never = None if deny is None else torch.from_numpy(deny).to(Q.device)
-    if not P.is_cuda:
-        for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes):
-            columns, values = best(scores, k)
-            yield start, stop, columns.numpy(), values.numpy()
-        return
-    before: Callable[[], Lists] | None = None
-    for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes, buffers=2):
-        fetch = _launched(start, stop, scores, k)
-        if before is not None:
-            yield before()
-        before = fetch
-    if before is not None:
-        yield before()
+    ahead, launched = int(P.is_cuda), deque[Callable[[], Lists]]()  # a GPU starts a block ahead
+    for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes, buffers=1 + ahead):
+        launched.append(_launched(start, stop, scores, k))
+        if len(launched) > ahead:
+            yield launched.popleft()()
+    while launched:
+        yield launched.popleft()()
 
 
 def _launched(start: int, stop: int, scores: Tensor, k: int) -> Callable[[], Lists]:
-    """Start to rank a block on a GPU; return a function that waits for its lists, before the block is overwritten."""
+    """Start to rank a block; return a function that waits for its lists, before the block is overwritten."""
     columns, values, tied = (found.to("cpu", non_blocking=True) for found in best_but_for_ties(scores, k))
-    done = torch.cuda.current_stream(scores.device).record_event()
+    done = torch.cuda.current_stream(scores.device).record_event() if scores.is_cuda else None
 
     def fetch() -> Lists:
-        done.synchronize()
+        if done is not None:
+            done.synchronize()
         settle_ties(scores, columns, values, tied.nonzero()[:, 0])
         return start, stop, columns.numpy(), values.numpy()
 
@@ -360,14 +338,14 @@ class Ranking(NamedTuple):
     chosen: NDArray[np.int64] | None  # the column of each candidate; None if all columns are candidates
 
     def lists(self, k: int, block_bytes: int | str | None = None, loaded: bool = False) -> Iterator[Lists]:
-        """First row, row after the last, columns and scores of some rows at a time, in order; at most k per row."""
-        width = min(k, len(self.Q))
-        if width == 0:
+        """The lists of some rows at a time, in order; at most k columns per row."""
+        if not len(self.Q):
             return
-        for start, stop, columns, values in best_lists(
-            self.P, self.Q, width, self.exclude, self.deny, block_bytes=block_bytes, loaded=loaded
-        ):
-            yield start, stop, columns if self.chosen is None else self._named(columns), values
+        given = self.P, self.Q, min(k, len(self.Q)), self.exclude, self.deny
+        for start, stop, columns, values in best_lists(*given, block_bytes=block_bytes, loaded=loaded):
+            if self.chosen is not None:
+                columns = np.where(columns >= 0, self.chosen[columns], -1)
+            yield start, stop, columns, values
 
     def top(
         self, k: int, block_bytes: int | str | None = None, loaded: bool = False
@@ -383,14 +361,6 @@ class Ranking(NamedTuple):
     def rows(self, start: int, stop: int) -> Ranking:
         """The same for some of the rows."""
         return self._replace(P=self.P[start:stop], exclude=None if self.exclude is None else self.exclude[start:stop])
-
-    def to(self, device: torch.device) -> Ranking:
-        """The same with the embeddings on another device."""
-        return self._replace(P=self.P.to(device), Q=self.Q.to(device))
-
-    def _named(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
-        assert self.chosen is not None
-        return np.where(columns >= 0, self.chosen[columns], -1)
 
 
 def ranking(
