@@ -96,9 +96,7 @@ class AlternatingLeastSquares(Recommender):
         num_threads: int = 0,
         random_state: Seed = None,
     ) -> None:
-        base.warn_of_ignored(
-            {"use_native": (use_native, True), "use_cg": (use_cg, True), "num_threads": (num_threads, 0)}
-        )
+        base.warn_of_ignored(use_native=(use_native, True), use_cg=(use_cg, True), num_threads=(num_threads, 0))
         self.factors = check.count("factors", factors)
         self.regularization = check.number("regularization", regularization, minimum=0.0)
         self.alpha = check.number("alpha", alpha, above=0.0)
@@ -191,23 +189,32 @@ class AlternatingLeastSquares(Recommender):
         if user_weights is not None and np.shape(user_weights) != (self.factors, self.factors):
             given = f"shape {np.shape(user_weights)}"
             check.fail("user_weights", given, f"the weights that explain returned, {self.factors} × {self.factors}")
-        confident = confidences("user_items", matrix, self.alpha)
-        liked, added, weights = explained(confident, user, Y, self.regularization, item, user_weights)
+        confident = confidences("user_items", matrix[user], self.alpha)
+        Y = Y.astype(np.float64)
+        if user_weights is None:
+            user_weights = scipy.linalg.pinvh(_equations(confident, 0, Y, Y.T @ Y, self.regularization)[0])
+        liked, c = confident.indices[confident.data > 0], confident.data[confident.data > 0]
+        added = (Y[liked] @ (user_weights @ Y[item])) * c  # y_itemᵀ A⁻¹ y_j c_j
         most = np.argsort(-added, kind="stable")[: check.count("N", N)]
-        return float(added.sum()), [(int(liked[j]), float(added[j])) for j in most], weights
+        return float(added.sum()), [(int(liked[j]), float(added[j])) for j in most], user_weights
 
     def save(self, fileobj_or_path: str | Path | IO[bytes]) -> None:
         """Write an .npz file that :meth:`load` and implicit can read; a generator as random_state is not saved."""
         kept = {name: value for name, value in vars(self).items() if value is not None and not name.startswith("_")}
         if not isinstance(self.random_state, (int, np.integer)):
             kept.pop("random_state", None)
-        write_npz(fileobj_or_path, kept | {"dtype": self.dtype.name})
+        kept["dtype"] = self.dtype.name
+        if hasattr(fileobj_or_path, "write"):
+            np.savez(fileobj_or_path, **kept)
+            return
+        with replacing(_with_suffix(fileobj_or_path)) as partial, partial.open("wb") as opened:
+            np.savez(opened, **kept)
 
     @classmethod
     def load(cls, fileobj_or_path: str | Path | IO[bytes]) -> Self:
         """Read a file of :meth:`save` or of implicit's ALS on the CPU; nothing is unpickled."""
         settings = inspect.signature(cls).parameters
-        found = read_npz(fileobj_or_path, [*settings, "user_factors", "item_factors", "cg_steps"])
+        found = _read_npz(fileobj_or_path, [*settings, "user_factors", "item_factors", "cg_steps"])
         found.pop("cg_steps", None)  # a setting of implicit only
         tables = [found.pop(name, None) for name in ("user_factors", "item_factors")]
         with warnings.catch_warnings():
@@ -278,9 +285,8 @@ def make_problem(confident: sp.csr_matrix, regularization: float) -> Problem:
         check.fail("user_items", f"shape {confident.shape}", "at least one user and one item")
     labels = (confident.data > 0).astype(np.float64)
     pairs = sp.csr_matrix((labels, confident.indices, confident.indptr), shape=confident.shape)
-    return Problem(
-        pairs, loss="squared", omega=1.0, l2=regularization, imputed=0.0, pair_weights=np.abs(confident.data)
-    )
+    weights = np.abs(confident.data)
+    return Problem(pairs, loss="squared", omega=1.0, l2=regularization, imputed=0.0, pair_weights=weights)
 
 
 def total_weight(confident: sp.csr_matrix) -> float:
@@ -311,13 +317,8 @@ def minimize_factors(
     """Minimise over both sides together, then over the users with the items fixed.
 
     The second problem is quadratic and its rows are independent: one Newton step without damping solves it.
-
-    Raises:
-        ValueError: if the objective is not finite.
     """
-    result = minimize(
-        problem, towers, _NEWTON, iterations, callbacks=[report], tolerance=0.0, verbose=verbose,
-    )  # fmt: skip
+    result = minimize(problem, towers, _NEWTON, iterations, callbacks=[report], tolerance=0.0, verbose=verbose)
     if iterations and result.reason in _WENT_WELL:
         towers.right.requires_grad_(False)
         try:
@@ -325,11 +326,8 @@ def minimize_factors(
         finally:
             towers.right.requires_grad_(True)
     if result.reason is Reason.NON_FINITE:
-        check.fail(
-            "fit",
-            f"NaN or infinite numbers: {', '.join(result.non_finite)}",
-            "confidences whose objective is finite: a smaller alpha",
-        )
+        given = f"NaN or infinite numbers: {', '.join(result.non_finite)}"
+        check.fail("fit", given, "confidences whose objective is finite: a smaller alpha")
 
 
 def calculate_loss(Cui: SparseMatrix, X: ArrayLike, Y: ArrayLike, regularization: float, num_threads: int = 0) -> float:
@@ -372,49 +370,19 @@ def solve_rows(confident: sp.csr_matrix, factors: Factors, regularization: float
     return found
 
 
-def explained(
-    confident: sp.csr_matrix, row: int, factors: Factors, regularization: float, column: int, weights: Factors | None
-) -> tuple[NDArray[np.int64], Array, Array]:
-    """The score of a row and a column as a sum over the row's liked columns: y_columnᵀ A⁻¹ y_j c_j.
-
-    Returns:
-        The liked columns, the contribution of each, and A⁻¹, which may be passed as ``weights`` later.
-    """
-    Y = factors.astype(np.float64)
-    if weights is None:
-        A, _ = _equations(confident, row, Y, Y.T @ Y, regularization)
-        weights = scipy.linalg.pinvh(A)
-    columns, c = _row(confident, row)
-    liked, c = columns[c > 0], c[c > 0]
-    return liked, (Y[liked] @ (weights @ Y[column])) * c, weights
-
-
-def _row(matrix: sp.csr_matrix, row: int) -> tuple[NDArray[np.int64], Array]:
-    part = slice(matrix.indptr[row], matrix.indptr[row + 1])
-    return matrix.indices[part], matrix.data[part]
-
-
 def _equations(
     confident: sp.csr_matrix, row: int, Y: Array, gramian: Array, regularization: float
 ) -> tuple[Array, Array]:
-    columns, c = _row(confident, row)
-    own = Y[columns]
+    """A and b of one row of confidences."""
+    part = slice(confident.indptr[row], confident.indptr[row + 1])
+    own, c = Y[confident.indices[part]], confident.data[part]
     A = gramian + (own.T * (np.abs(c) - 1.0)) @ own
     A[np.diag_indices_from(A)] += regularization
     return A, own.T @ np.maximum(c, 0.0)
 
 
-def write_npz(file: str | Path | IO[bytes], values: dict[str, Any]) -> None:
-    """Write named numbers, text and arrays to an open file, or to a path, which gets the suffix .npz."""
-    if hasattr(file, "write"):
-        np.savez(file, **values)
-        return
-    with replacing(_with_suffix(file)) as partial, partial.open("wb") as opened:
-        np.savez(opened, **values)
-
-
-def read_npz(file: str | Path | IO[bytes], names: Collection[str]) -> dict[str, Any]:
-    """Read a file of :func:`write_npz` that has some of these names; scalars become Python values."""
+def _read_npz(file: str | Path | IO[bytes], names: Collection[str]) -> dict[str, Any]:
+    """Read a file that has some of these names; scalars become Python values."""
     source = file if hasattr(file, "read") else _with_suffix(file)
     try:
         content = np.load(source, allow_pickle=False)
