@@ -28,7 +28,7 @@ import gramtower as gt
 from gramtower.data import frames
 from gramtower.data.tables import FeatureTable
 from gramtower.serving.http_app import make_app
-from gramtower.serving.refusals import encode
+from gramtower.serving.messages import encode
 from gramtower.serving.served_models import Metrics, Models
 from gramtower.serving.server import TimedProtocol, bound
 from gramtower.serving.snapshot import Source, TableSource

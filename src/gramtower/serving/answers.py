@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gramtower._util.files import plain
 from gramtower.data.ids import Key
 from gramtower.serving.batching import places
-from gramtower.serving.refusals import Refused, shown
+from gramtower.serving.messages import Refused, shown
 from gramtower.serving.request_checks import Features
 from gramtower.serving.served_entities import Entities, project
 from gramtower.serving.snapshot import Histories, NewFeatures, Snapshot

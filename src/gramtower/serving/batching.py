@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from gramtower.data.ids import Key
 from gramtower.serving.ann_index import Found, Query
-from gramtower.serving.refusals import Refused, encode
+from gramtower.serving.messages import Refused, encode
 from gramtower.serving.served_entities import Entities
 from gramtower.serving.snapshot import Snapshot
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Scope
 from gramtower.serving import answers
 from gramtower.serving import request_checks as bodies
 from gramtower.serving.batching import Batcher, CallTask, ListTask, work
-from gramtower.serving.refusals import Limits, Refused, encode, shown, within
+from gramtower.serving.messages import Limits, Refused, encode, shown, within
 from gramtower.serving.request_checks import Guard, answer, parse, read_body, refusal
 from gramtower.serving.served_models import Gauge, Metrics, Models
 from gramtower.serving.snapshot import Histories, NewFeatures, Snapshot
@@ -202,7 +202,7 @@ class Service:
                 for start in range(_CHUNK, rows, _CHUNK):
                     yield await self.batcher.submit(task(start, min(start + _CHUNK, rows), True))
             except Refused as refused:
-                yield encode(refused.to_plain()) + b"\n"
+                yield encode(refused.content) + b"\n"
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 

@@ -7,7 +7,7 @@ CORS headers unless origins were given. starlette's own middleware is not used: 
 statuses, and does not accept the host ``[::1]``.
 
 Bodies are checked by pydantic with strict types, no further fields and finite numbers. The handlers check lengths
-against :class:`~gramtower.serving.refusals.Limits`, so that messages name the limit.
+against :class:`~gramtower.serving.messages.Limits`, so that messages name the limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gramtower.serving.refusals import Limits, Refused, encode, shown
+from gramtower.serving.messages import Limits, Refused, encode, shown
 from gramtower.serving.served_models import Metrics
 
 OPEN = ("/", "/docs", "/openapi.json", "/health", "/ready")  # paths without a token: they show nothing of a model
@@ -224,7 +224,7 @@ def refusal(refused: Refused) -> Response:
     headers = {"connection": "close"} if refused.status in (408, 413) else {}
     headers |= {"retry-after": "1"} if refused.status == 503 else {}
     headers |= {"www-authenticate": "Bearer"} if refused.status == 401 else {}
-    return answer(refused.to_plain(), refused.status, headers)
+    return answer(refused.content, refused.status, headers)
 
 
 class Guard:

@@ -23,7 +23,7 @@ from gramtower._util import checks as check
 from gramtower.data import frames
 from gramtower.data.ids import Ids, Key, as_known, id_series, is_of_other_type, join
 from gramtower.data.tables import infer_kinds
-from gramtower.serving.refusals import Refused, shown
+from gramtower.serving.messages import Refused, shown
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series

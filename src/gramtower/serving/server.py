@@ -27,10 +27,9 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from gramtower._util import checks as check
 from gramtower.retrieval.topk import WORTH_CALLING
-from gramtower.serving import logs
 from gramtower.serving.ann_index import Query, best_lists
 from gramtower.serving.http_app import make_app
-from gramtower.serving.refusals import Limits
+from gramtower.serving.messages import Limits, configure_logs, log_request
 from gramtower.serving.request_checks import LOOPBACK
 from gramtower.serving.served_models import Labels, Loaded, Metrics, Models
 from gramtower.serving.snapshot import Source
@@ -93,8 +92,8 @@ def serve_at(
 ) -> None:
     """Serve models on a socket, in this process."""
     settle()
-    logs.configure(options.log_format)
-    requests = partial(logs.write_request, options.log_format, worker=dict(labels).get("worker"))
+    configure_logs(options.log_format)
+    requests = partial(log_request, options.log_format, worker=dict(labels).get("worker"))
     metrics = Metrics(labels)
     models = Models(sources, metrics, say, loaded, options.watch is not None)
     local = is_loopback(options.host)

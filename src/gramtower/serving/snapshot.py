@@ -33,7 +33,7 @@ from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.side import Side
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, index_path, read_index
-from gramtower.serving.refusals import Refused
+from gramtower.serving.messages import Refused
 from gramtower.serving.served_entities import Entities, EntityTable, Map
 
 if TYPE_CHECKING:
