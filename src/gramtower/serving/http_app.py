@@ -1,11 +1,13 @@
 """The HTTP interface: each route checks a body, gives a task to the computing thread, and sends its answer.
 
-The event loop only parses, waits and sends. Every error is answered with ``{"error": …}``.
+The event loop only parses, waits and sends. Every error is answered with ``{"error": …}``. The functions at the end
+make the answers of the routes that the page uses.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
@@ -150,10 +152,9 @@ class Service:
 
         def call() -> dict[str, object]:
             found = snapshot.explain(asked.left, asked.right, features, asked.histories).to_plain(asked.most)
-            titles = None if snapshot.right.table is None else snapshot.right.table.titles
             for one in found["contributions"]:
-                if titles is not None and one["kind"] == "history":
-                    one["title"] = titles[snapshot.right.row(one["name"])]
+                if snapshot.right.titles is not None and one["kind"] == "history":
+                    one["title"] = snapshot.right.titles[snapshot.right.row(one["name"])]
             return {"model": snapshot.name, "left": asked.left, "right": asked.right, **found}
 
         return await self._call(call)
@@ -299,23 +300,16 @@ def make_app(
         app.add_route(path, service.post(path), ["POST"])
     for path, handler in {**service.gets, **dict.fromkeys(fixed, document)}.items():
         app.add_route(path, handler, ["GET"])
-    app.add_exception_handler(Refused, _on_refusal)
-    app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_error)
+    for kind in (Refused, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
     return Guard(app, metrics, {*service.posts, *service.gets, *fixed}, token, hosts, origins, log), service
 
 
-async def _on_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return refusal(error)
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return answer({"error": str(error.detail)}, error.status_code, dict(error.headers or {}))
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refused):
+        return refusal(error)
+    if isinstance(error, HTTPException):
+        return answer({"error": str(error.detail)}, error.status_code, dict(error.headers or {}))
     _LOG.error("internal error", exc_info=error)
     return answer({"error": "internal error of the server; see its log"}, 500)
 
@@ -364,12 +358,11 @@ def make_features(name: str, given: bodies.Features | None) -> NewFeatures:
 
 def titled(this: Entities, rows: NDArray[np.int64]) -> list[dict[str, object]]:
     """Entities with their titles and numbers of pairs."""
-    shown = places(this, rows)
-    titles = None if this.table is None else this.table.titles
-    for one, row in zip(shown, rows.tolist(), strict=True):
-        one["title"] = None if titles is None else titles[row]
+    found = places(this, rows)
+    for one, row in zip(found, rows.tolist(), strict=True):
+        one["title"] = None if this.titles is None else this.titles[row]
         one["pairs"] = int(this.degrees[row])
-    return shown
+    return found
 
 
 def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, object]:
@@ -386,26 +379,22 @@ def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, objec
         "x": _rounded(drawn.places[:, 0]),
         "y": _rounded(drawn.places[:, 1]),
         "columns": [] if this.table is None else [c for c in this.table.columns if this.table.kinds[c] != "skip"],
+        "titles": None if this.titles is None else [this.titles[row] for row in drawn.rows.tolist()],
     }
-    titles = None if this.table is None else this.table.titles
-    answer["titles"] = None if titles is None else [titles[row] for row in drawn.rows.tolist()]
     if column is not None:
         if this.table is None:
             raise Refused(422, f"column: got {shown(column)}, but this side has no table")
         cells = this.table.groups(column, drawn.rows)
-        counts: dict[str, int] = {}
-        for cell in cells:
-            if cell is not None:
-                counts[cell] = counts.get(cell, 0) + 1
+        counts = Counter(cell for cell in cells if cell is not None)
         names = sorted(counts, key=lambda name: (-counts[name], name))[:_GROUPS]
-        places_of = {name: place for place, name in enumerate(names)}
-        answer |= {"groups": names, "group": [places_of.get(cell, -1) if cell is not None else -1 for cell in cells]}
+        numbers: dict[str | None, int] = {name: number for number, name in enumerate(names)}
+        answer |= {"groups": names, "group": [numbers.get(cell, -1) for cell in cells]}
     return answer
 
 
 def summary(snapshot: Snapshot) -> dict[str, object]:
     """Sizes and names of a model."""
-    facts = snapshot.index_facts
+    facts, tables = snapshot.index_facts, {"left": snapshot.left.table, "right": snapshot.right.table}
     return {
         "name": snapshot.name,
         "left": len(snapshot.left),
@@ -414,14 +403,10 @@ def summary(snapshot: Snapshot) -> dict[str, object]:
         "pairs": int(snapshot.model.trained_.nnz),
         "dim": int(snapshot.left.embeddings.shape[1]),
         "histories": snapshot.takes_histories,
-        "index": None
-        if facts is None
-        else {"kind": facts.kind, "k": facts.k, "recall": facts.recall, "bytes": facts.bytes},
+        "index": facts and {name: getattr(facts, name) for name in ("kind", "k", "recall", "bytes")},
         "tables": {
-            side: None
-            if (table := snapshot.side(side).table) is None
-            else {"columns": table.kinds, "title": table.title, "entities": table.joined}
-            for side in ("left", "right")
+            side: table and {"columns": table.kinds, "title": table.title, "entities": table.joined}
+            for side, table in tables.items()
         },
         "notes": snapshot.notes,
     }
@@ -442,21 +427,18 @@ def run(snapshot: Snapshot) -> dict[str, object]:
         side: [float(np.quantile(snapshot.side(side).degrees, at)) for at in (0.0, 0.25, 0.5, 0.75, 1.0)]
         for side in ("left", "right")
     }
-    return plain(  # type: ignore[no-any-return]
-        {
-            **summary(snapshot),
-            "model": str(model),
-            "settings": settings,
-            "stopped": getattr(model, "message_", None),
-            "degrees": degrees,
-            "history": {
-                name: [getattr(record, name, None) for record in kept]
-                for name in ("iteration", "seconds", "value", "gradient_norm", "metric")
-            },
-            "metric": settings.get("metric"),
-            "evaluation": snapshot.evaluation,
-        }
-    )
+    curves = ("iteration", "seconds", "value", "gradient_norm", "metric")
+    answer = {
+        **summary(snapshot),
+        "model": str(model),
+        "settings": settings,
+        "stopped": getattr(model, "message_", None),
+        "degrees": degrees,
+        "history": {name: [getattr(record, name, None) for record in kept] for name in curves},
+        "metric": settings.get("metric"),
+        "evaluation": snapshot.evaluation,
+    }
+    return plain(answer)  # type: ignore[no-any-return]
 
 
 def _rounded(values: NDArray[np.float32]) -> list[float]:

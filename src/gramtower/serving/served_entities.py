@@ -113,7 +113,6 @@ class EntityTable:
 
     @cached_property
     def titles(self) -> list[str | None] | None:
-        """The title of each entity, None for entities without one; None if there is no column of titles."""
         if self.title is None:
             return None
         texts = self._texts(self.title).to_list()
@@ -254,6 +253,11 @@ class Entities:
     def __len__(self) -> int:
         return len(self.embeddings)
 
+    @property
+    def titles(self) -> list[str | None] | None:
+        """The title of each entity, None for entities without one; None if there is no column of titles."""
+        return None if self.table is None else self.table.titles
+
     def row(self, key: Key) -> int:
         """The row of an id, −1 if it is unknown."""
         if self.index is not None:
@@ -304,10 +308,9 @@ class Entities:
     def _texts(self) -> tuple[str, list[int]]:
         """Ids and titles, one per line, in lower case; and the position of each entity."""
         ids = range(len(self)) if self.ids is None else self.ids.tolist()
-        titles = None if self.table is None else self.table.titles
         parts, starts, at = [], [], 0
         for row, key in enumerate(ids):
-            title = None if titles is None else titles[row]
+            title = None if self.titles is None else self.titles[row]
             names = (key,) if title is None or title == key else (key, title)
             line = "".join("\n" + str(name).replace("\n", " ").casefold() for name in names)
             parts.append(line)
