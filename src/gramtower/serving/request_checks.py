@@ -42,6 +42,12 @@ HEADERS = {
     "cache-control": "no-store",
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
 }
+_HEADERS_OF_STATUS = {
+    401: {"www-authenticate": "Bearer"},
+    408: {"connection": "close"},
+    413: {"connection": "close"},
+    503: {"retry-after": "1"},
+}
 _PREFLIGHT = {
     "access-control-allow-methods": "GET, POST",
     "access-control-allow-headers": "authorization, content-type",
@@ -226,10 +232,7 @@ def answer(content: object, status: int = 200, headers: dict[str, str] | None = 
 
 def refusal(refused: Refused) -> Response:
     """The response to a request that is refused."""
-    headers = {"connection": "close"} if refused.status in (408, 413) else {}
-    headers |= {"retry-after": "1"} if refused.status == 503 else {}
-    headers |= {"www-authenticate": "Bearer"} if refused.status == 401 else {}
-    return answer(refused.content, refused.status, headers)
+    return answer(refused.content, refused.status, _HEADERS_OF_STATUS.get(refused.status))
 
 
 class Guard:

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,8 +53,7 @@ class RowIndex(Mapping[Key, int]):
             yield from self._ids[start : start + 4096].tolist()
 
     def __getitem__(self, key: Key) -> int:
-        row = self.row(key)
-        if row < 0:
+        if (row := self.row(key)) < 0:
             raise KeyError(key)
         return row
 
@@ -113,10 +112,7 @@ class EntityTable:
 
     @cached_property
     def titles(self) -> list[str | None] | None:
-        if self.title is None:
-            return None
-        texts = self._texts(self.title).to_list()
-        return [texts[row] if row >= 0 else None for row in self._rows.tolist()]
+        return None if self.title is None else _taken(self._texts(self.title), self._rows)
 
     def cells(self, entities: Rows, columns: list[str] | None = None) -> list[dict[str, object]]:
         """The cells of each entity by column; empty for entities that are not in the table."""
@@ -127,19 +123,17 @@ class EntityTable:
 
     def matching(self, wanted: Mapping[str, object]) -> Rows:
         """The entities that match a filter, increasing."""
-        every: Rows | None = None
-        for column, value in wanted.items():
-            rows = self._of_column(self._column(column), value)
-            every = rows if every is None else np.intersect1d(every, rows, assume_unique=True)
-        return np.arange(len(self._rows)) if every is None else every
+        found = [self._of_column(self._column(column), value) for column, value in wanted.items()]
+        if not found:
+            return np.arange(len(self._rows))
+        return reduce(partial(np.intersect1d, assume_unique=True), found)
 
     def groups(self, column: str, entities: Rows) -> list[str | None]:
         """The value of a column for each entity, the first element of a list, for colours."""
         texts = self._texts(self._column(column))
         if self.kinds[column] == "list":
             texts = texts.str.split(self._separator).list.first()
-        cells = texts.to_list()
-        return [cells[row] if row >= 0 else None for row in self._rows[entities].tolist()]
+        return _taken(texts, self._rows[entities])
 
     def _column(self, column: str) -> str:
         if column not in self.kinds:
@@ -194,6 +188,11 @@ class EntityTable:
         if isinstance(cells.dtype, pl.List):
             return cells.cast(pl.List(pl.String)).list.join(self._separator)
         return cells.cast(pl.String, strict=False)
+
+
+def _taken(cells: Series, rows: Rows) -> list[str | None]:
+    values = cells.to_list()
+    return [values[row] if row >= 0 else None for row in rows.tolist()]
 
 
 def _numbers(column: Series) -> Series:
