@@ -26,8 +26,7 @@ from common import median_ratio, side_by_side, write_result
 from gramtower._util.torch_runtime import pool
 from gramtower.data.datasets import planted_pairs
 from gramtower.metrics import evaluate_embeddings
-from gramtower.retrieval.scores import rows_in_block
-from gramtower.retrieval.topk import tile_shape
+from gramtower.retrieval.topk import rows_in_block, tile_shape
 
 USERS, ITEMS, TRAIN, TEST, DIM = 29_858, 40_981, 810_128, 217_242, 128
 METRICS = ("recall@20", "ndcg@20")

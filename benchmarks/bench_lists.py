@@ -39,8 +39,7 @@ from common import median_ratio, write_result
 from gramtower._util.torch_runtime import pool
 from gramtower.model.feature_spec import Ids
 from gramtower.model.fitted import write_lists
-from gramtower.retrieval.scores import rows_in_block
-from gramtower.retrieval.topk import Ranking, ranking, tile_shape
+from gramtower.retrieval.topk import Ranking, ranking, rows_in_block, tile_shape
 
 WRITES = importlib.util.find_spec("polars") is not None
 

@@ -28,9 +28,10 @@ import gramtower as gt
 from gramtower.data import frames
 from gramtower.data.tables import FeatureTable
 from gramtower.serving.http_app import make_app
-from gramtower.serving.refusals import encode
+from gramtower.serving.messages import encode
+from gramtower.serving.request_checks import TimedProtocol
 from gramtower.serving.served_models import Metrics, Models
-from gramtower.serving.server import TimedProtocol, bound
+from gramtower.serving.server import bound
 from gramtower.serving.snapshot import Source, TableSource
 
 ODD = ["日本 😀", "a/b", "..", 'say "hi"', "tab\there", "ünïcode", "007"]  # left ids of any Unicode

@@ -13,9 +13,15 @@ import scipy.sparse as sp
 import torch
 from test_estimator import checkerboard
 
-from gramtower.compat.implicit import ParameterWarning, objective
-from gramtower.compat.implicit.als import AlternatingLeastSquares, calculate_loss
-from gramtower.compat.implicit.objective import confidences, factor_towers, make_problem, minimize_factors
+from gramtower.compat.implicit import ParameterWarning, als
+from gramtower.compat.implicit.als import (
+    AlternatingLeastSquares,
+    calculate_loss,
+    confidences,
+    factor_towers,
+    make_problem,
+    minimize_factors,
+)
 
 
 def ratings(users=25, items=18, seed=0):
@@ -396,7 +402,7 @@ def test_all_methods_of_implicit_are_there_with_its_arguments():
 def test_an_interrupt_leaves_both_sides_trainable(monkeypatch):
     problem = make_problem(confidences("R", ratings(), 1.0), 0.1)
     towers = factor_towers(problem, None, None, 4, 0, torch.float64)
-    minimize, calls = objective.minimize, []
+    minimize, calls = als.minimize, []
 
     def interrupted(*arguments, **options):
         calls.append(options)
@@ -404,7 +410,7 @@ def test_an_interrupt_leaves_both_sides_trainable(monkeypatch):
             raise KeyboardInterrupt
         return minimize(*arguments, **options)
 
-    monkeypatch.setattr(objective, "minimize", interrupted)
+    monkeypatch.setattr(als, "minimize", interrupted)
     with pytest.raises(KeyboardInterrupt):
         minimize_factors(problem, towers, 2, lambda record, point: None, False)
     assert all(p.requires_grad for tower in (towers.left, towers.right) for p in tower.parameters())

@@ -9,8 +9,8 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from gramtower.metrics import Scores, evaluate_embeddings, ranking_metrics
-from gramtower.retrieval import ranks, scan
+from gramtower.metrics import Scores, definitions, evaluate_embeddings, ranking_metrics
+from gramtower.retrieval import scan
 
 AT_K = ("paper_map", "precision", "recall", "ndcg", "map", "hit", "mrr")
 
@@ -175,8 +175,8 @@ def test_counts_of_items_above_agree():
         part = slice(relevant.indptr[start], relevant.indptr[stop])
         offsets = relevant.indptr[start : stop + 1].astype(np.int64) - relevant.indptr[start]
         compiled = scan.above(block[start:stop], offsets, relevant.indices[part].astype(np.int64))
-        np.testing.assert_array_equal(compiled, ranks.above_torch(block[start:stop], relevant, start, stop))
-        np.testing.assert_array_equal(compiled, ranks.above(block[start:stop], relevant, start, stop))
+        np.testing.assert_array_equal(compiled, definitions.above_torch(block[start:stop], relevant, start, stop))
+        np.testing.assert_array_equal(compiled, definitions.above(block[start:stop], relevant, start, stop))
 
 
 def test_large_blocks_give_the_metrics_of_small_ones():

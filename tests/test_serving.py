@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from serving_cases import ITEMS, ODD, client, genres, model, source
 
-from gramtower.serving.refusals import Limits
+from gramtower.serving.messages import Limits
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the server needs fastapi")
 
 from gramtower.serving.batching import Batcher
-from gramtower.serving.refusals import Refused
+from gramtower.serving.messages import Refused
 
 
 class Number:

@@ -16,14 +16,14 @@ import pytest
 from serving_cases import client, folder
 
 from gramtower.cli.program import run
-from gramtower.serving import logs
+from gramtower.serving import messages
 
 HOSTILE = '/x\r\n2030-01-01 fake line\x1b[2J\u202e\u2028"\\\x85é'
 
 
 def asked(form, path="/recommend", **more):
     scope = {"type": "http", "method": "POST", "path": path, "client": ("10.0.0.7", 4711), **more}
-    logs.write_request(form, scope, 200, 0.0123)
+    messages.log_request(form, scope, 200, 0.0123)
 
 
 def test_a_request_is_one_line_of_text(capsys):
@@ -33,14 +33,14 @@ def test_a_request_is_one_line_of_text(capsys):
 
 
 def test_a_request_is_one_json_object(capsys):
-    logs.write_request("json", {"method": "GET", "path": "/health", "client": None}, 503, 2.0, "3")
+    messages.log_request("json", {"method": "GET", "path": "/health", "client": None}, 503, 2.0, "3")
     found = json.loads(capsys.readouterr().err)
     assert found.pop("time").endswith("+00:00")
     expected = {"level": "info", "message": "request", "client": "-", "method": "GET", "target": "/health"}
     assert found == expected | {"status": 503, "seconds": 2.0, "worker": "3"}
 
 
-@pytest.mark.parametrize("form", logs.FORMATS)
+@pytest.mark.parametrize("form", messages.LOG_FORMATS)
 @pytest.mark.parametrize("raw", [True, False])
 def test_hostile_targets_and_methods_stay_within_their_line(form, raw, capsys):
     more = {"raw_path": HOSTILE.encode() + b"\xff\n"} if raw else {}
@@ -59,10 +59,10 @@ def test_long_targets_are_cut(capsys):
     assert len(capsys.readouterr().err) < 3000
 
 
-@pytest.mark.parametrize("form", logs.FORMATS)
+@pytest.mark.parametrize("form", messages.LOG_FORMATS)
 def test_tracebacks_cannot_forge_lines(form, capsys):
     logger = logging.getLogger("gramtower.test-logs")
-    logger.handlers, logger.propagate = [logs.Handler(form)], False
+    logger.handlers, logger.propagate = [messages.LogHandler(form)], False
     try:
         raise ValueError("evil\n2030-01-01 fake line\rmore")
     except ValueError:

@@ -26,9 +26,10 @@ from serving_cases import folder, listening
 from gramtower.cli.output import note
 from gramtower.cli.program import run
 from gramtower.serving import server
-from gramtower.serving.refusals import Limits
+from gramtower.serving.messages import Limits
+from gramtower.serving.request_checks import TimedProtocol
 from gramtower.serving.served_models import Models
-from gramtower.serving.server import TimedProtocol, _watch, bound, is_loopback
+from gramtower.serving.server import _watch, bound, is_loopback
 from gramtower.serving.snapshot import Source
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")

@@ -10,7 +10,7 @@ import pytest
 from serving_cases import client, model
 
 from gramtower.serving import request_checks as http
-from gramtower.serving.refusals import Limits
+from gramtower.serving.messages import Limits
 
 PATHS = ("/recommend", "/similar", "/score", "/embed", "/search", "/entity")
 

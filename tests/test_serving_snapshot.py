@@ -16,7 +16,7 @@ import gramtower as gt
 from gramtower._util.host import release
 from gramtower.data import frames
 from gramtower.serving.ann_index import Query, best_lists
-from gramtower.serving.refusals import Refused, shown
+from gramtower.serving.messages import Refused, shown
 from gramtower.serving.served_entities import Entities, EntityTable, RowIndex, project
 from gramtower.serving.snapshot import Snapshot
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gramtower.retrieval import scan, scores, topk
+from gramtower.retrieval import scan, topk
 from gramtower.retrieval.topk import top_k
 
 SELECTORS = {"torch": topk.best_torch, "numba": scan.best, "chosen": topk.best}
@@ -218,7 +218,7 @@ def test_the_inputs_stay_as_they_were_and_other_types_are_taken():
 
 def test_one_block_of_scores_is_all_that_is_held():
     P, Q = whole_numbers(50, 40)
-    blocks = [(start, stop, block.data_ptr()) for start, stop, block in scores.score_blocks(P, Q, block_bytes=1600)]
+    blocks = [(start, stop, block.data_ptr()) for start, stop, block in topk.score_blocks(P, Q, block_bytes=1600)]
     assert [stop - start for start, stop, _ in blocks] == [10] * 5
     assert len({place for _, _, place in blocks}) == 1
 

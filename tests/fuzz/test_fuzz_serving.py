@@ -35,8 +35,8 @@ from serving_cases import ODD, Client, client, folder, listening, service, sourc
 
 import gramtower as gt
 from gramtower._util.files import replacing
-from gramtower.serving.refusals import Limits
-from gramtower.serving.server import TimedProtocol
+from gramtower.serving.messages import Limits
+from gramtower.serving.request_checks import TimedProtocol
 
 LEAST = int(os.environ.get("FUZZ_REQUESTS", "10000")) if MINUTES else 400
 POSTS = ("/recommend", "/similar", "/score", "/embed", "/explain", "/search", "/entity")

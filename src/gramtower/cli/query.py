@@ -21,7 +21,7 @@ from gramtower.cli.run_folder import open_model
 from gramtower.data.ids import Key, as_known, as_objects, id_series
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.model.two_tower import TwoTower
-from gramtower.serving.refusals import Refused
+from gramtower.serving.messages import Refused
 from gramtower.serving.served_entities import EntityTable
 
 Many = Annotated[list[str] | None, Parameter(negative=(), consume_multiple=True)]
@@ -255,7 +255,7 @@ def _matching(table: tuple[EntityTable, list[Key]] | None, where: list[str], all
     try:
         rows = table[0].matching(wanted)
     except Refused as error:
-        raise ValueError(f"--where: {error.message.partition(': ')[2]}") from error
+        raise ValueError(f"--where: {str(error).partition(': ')[2]}") from error
     found = [table[1][row] for row in rows.tolist()]
     return found if allow is None else [key for key in found if key in set(allow)]
 

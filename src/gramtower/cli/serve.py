@@ -16,8 +16,7 @@ from gramtower.cli.query import options_of_test
 from gramtower.cli.reading import id_column, read_frame, read_pairs
 from gramtower.cli.run_folder import CONFIG, model_file
 from gramtower.data.interactions import Interactions
-from gramtower.serving import logs
-from gramtower.serving.refusals import Limits
+from gramtower.serving.messages import LOG_FORMATS, Limits, log
 from gramtower.serving.snapshot import Source, TableSource
 
 TOKEN, MOST_WORKERS = "GRAMTOWER_TOKEN", 256
@@ -85,8 +84,8 @@ def serve(
         common: Output.
     """
     common = common or Common()
-    check.choice("--log-format", log_format, logs.FORMATS)
-    say = (lambda line: None) if common.quiet else partial(logs.write, log_format)
+    check.choice("--log-format", log_format, LOG_FORMATS)
+    say = (lambda line: None) if common.quiet else partial(log, log_format)
     given = ("left", left_table, left_id, left_title), ("right", right_table, right_id, right_title)
     tables = {side: _table(side, path, id, title, run) for side, path, id, title in given if path is not None}
     held_out = None if test is None else partial(_test_pairs, run, test)

@@ -4,6 +4,10 @@ AT_K       functions of hits (users × K, whether the item at this place is rele
 psp        hits weighted by the inverse propensities of items
 OF_LISTS   novelty and diversity of a list, whatever is relevant; NaN for a list that is too short
 OF_ITEMS   functions of how often each item is in the lists of all users
+
+The AUC and the MRR count exactly, without sorting users × items. For a relevant item of user i with score s, the AUC
+needs #{j not relevant, s_ij > s} + ½ #{j not relevant, s_ij = s}, where items left out of the ranking have score −inf
+and are never above. Cost: one pass over a user's scores for each relevant item, two for the rank of the first one.
 """
 
 from __future__ import annotations
@@ -14,9 +18,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy.sparse as sp
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gramtower._util import checks as check
+from gramtower.retrieval.topk import use_compiled
 
 DEFAULT = ("map@5", "recall@20", "ndcg@20")
 PROPENSITY = (0.55, 1.5)  # A and B of Jain et al. (2016), who estimated them on Wikipedia
@@ -27,34 +35,10 @@ Lists = NDArray[np.int64]
 _ELEMENTS = 1 << 20  # numbers in a block of summed embeddings
 
 
-def _paper_map(hits: Hits, relevant: Floats) -> Floats:
-    return np.asarray(_precisions(hits).mean(1))
-
-
-def _precision(hits: Hits, relevant: Floats) -> Floats:
-    return np.asarray(hits.mean(1))
-
-
-def _recall(hits: Hits, relevant: Floats) -> Floats:
-    return np.asarray(hits.sum(1) / relevant)
-
-
 def _ndcg(hits: Hits, relevant: Floats) -> Floats:
     gains = 1 / np.log2(np.arange(2, hits.shape[1] + 2))
     ideal = np.append(np.nan, np.cumsum(gains))
     return np.asarray(hits @ gains / ideal[np.minimum(relevant, len(gains)).astype(int)])
-
-
-def _average_precision(hits: Hits, relevant: Floats) -> Floats:
-    return np.asarray((_precisions(hits) * hits).sum(1) / np.minimum(relevant, hits.shape[1]))
-
-
-def _hit(hits: Hits, relevant: Floats) -> Floats:
-    return np.asarray(hits.any(1), dtype=np.float64)
-
-
-def _reciprocal_rank(hits: Hits, relevant: Floats) -> Floats:
-    return np.where(hits.any(1), 1 / (hits.argmax(1) + 1), 0.0)
 
 
 def _precisions(hits: Hits) -> Floats:
@@ -136,21 +120,68 @@ def gini(counts: NDArray[np.int64]) -> float:
     return float((2 * np.arange(1, n + 1) - n - 1) @ ordered / (n * total))
 
 
+def above(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) -> NDArray[np.float64]:
+    """One count for each relevant pair of rows start:stop, whose scores are given."""
+    if use_compiled(scores.device, scores.numel()):
+        from gramtower.retrieval import scan
+
+        offsets = relevant.indptr[start : stop + 1].astype(np.int64)
+        columns = relevant.indices[offsets[0] : offsets[-1]].astype(np.int64)
+        return scan.above(scores, offsets - offsets[0], columns)
+    return above_torch(scores, relevant, start, stop)
+
+
+def above_torch(scores: Tensor, relevant: sp.csr_matrix, start: int, stop: int) -> NDArray[np.float64]:
+    """The same as ``above``, by sorting each row, for any device."""
+    offsets = relevant.indptr[start : stop + 1]
+    counts = np.diff(offsets)
+    rows = torch.from_numpy(np.repeat(np.arange(stop - start), counts)).to(scores.device)
+    place = np.arange(offsets[-1] - offsets[0]) - np.repeat(offsets[:-1] - offsets[0], counts)
+    places = torch.from_numpy(place).to(scores.device)
+    columns = torch.from_numpy(relevant.indices[offsets[0] : offsets[-1]].astype(np.int64)).to(scores.device)
+    wanted = scores.new_full((stop - start, int(counts.max(initial=0))), -torch.inf)
+    wanted[rows, places] = scores[rows, columns]
+    total = torch.zeros_like(wanted, dtype=torch.float64)
+    for among, sign in ((scores, 1), (wanted, -1)):
+        ordered = among.sort(1).values
+        not_below = among.shape[1] - torch.searchsorted(ordered, wanted)
+        higher = among.shape[1] - torch.searchsorted(ordered, wanted, right=True)
+        total += sign * 0.5 * (not_below + higher)
+    return np.asarray(total[rows, places].cpu().numpy())
+
+
+def first_places(scores: Tensor, rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The rank of each row's first relevant item, from 1, or infinity; equal scores are in order of columns.
+
+    ``rows``, which increase, and ``columns`` are those of the relevant pairs, whose scores are above −inf.
+    """
+    count, n = scores.shape
+    i, j = (torch.from_numpy(x.astype(np.int64)).to(scores.device) for x in (rows, columns))
+    own = scores[i, j]
+    highest = scores.new_full((count,), torch.inf).scatter_reduce_(0, i, own, "amax", include_self=False)
+    among = own == highest[i]
+    column = torch.full((count,), n, device=scores.device).scatter_reduce_(0, i[among], j[among], "amin")
+    before = (scores > highest[:, None]).sum(1)
+    before += ((scores == highest[:, None]) & (torch.arange(n, device=scores.device) < column[:, None])).sum(1)
+    places = np.asarray(before.cpu().numpy() + 1, dtype=np.float64)
+    places[np.bincount(rows, minlength=count) == 0] = np.inf
+    return places
+
+
 AT_K: dict[str, Callable[[Hits, Floats], Floats]] = {
-    "map": _average_precision,
-    "paper_map": _paper_map,
-    "precision": _precision,
-    "recall": _recall,
+    "map": lambda hits, relevant: (_precisions(hits) * hits).sum(1) / np.minimum(relevant, hits.shape[1]),
+    "paper_map": lambda hits, relevant: _precisions(hits).mean(1),
+    "precision": lambda hits, relevant: hits.mean(1),
+    "recall": lambda hits, relevant: hits.sum(1) / relevant,
     "ndcg": _ndcg,
-    "hit": _hit,
-    "mrr": _reciprocal_rank,
+    "hit": lambda hits, relevant: np.asarray(hits.any(1), np.float64),
+    "mrr": lambda hits, relevant: np.where(hits.any(1), 1 / (hits.argmax(1) + 1), 0.0),
 }
 OF_LISTS = ("novelty", "diversity")
 OF_ITEMS: dict[str, Callable[[NDArray[np.int64]], float]] = {"coverage": coverage, "gini": gini}
 OF_RANKINGS = ("auc", "mrr")  # of all items, without a K
 LOWER_IS_BETTER = ("gini",)
 _ALIASES = {"hr": "hit", "hit_rate": "hit"}
-_SHORTEST = {"diversity": 2}
 _NAMES = (*AT_K, "psp", *OF_LISTS, *OF_ITEMS)
 KNOWN = (*(f"{name}@K" for name in (*_NAMES, *_ALIASES)), *OF_RANKINGS)
 
@@ -183,10 +214,9 @@ def parse(metrics: str | Sequence[str], argument: str = "metrics") -> list[Metri
         if isinstance(name, str) and name in OF_RANKINGS:
             parsed.append(Metric(name, name, 0))
         elif match and kind in _NAMES:
-            least, k = _SHORTEST.get(kind, 1), int(match[2])
-            if k < least:
-                check.fail(argument, repr(name), f"{kind}@{least} or more: a list of {k} has no pairs of items")
-            parsed.append(Metric(name, kind, k))
+            if kind == "diversity" and match[2] == "1":
+                check.fail(argument, repr(name), "diversity@2 or more: a list of 1 has no pairs of items")
+            parsed.append(Metric(name, kind, int(match[2])))
         else:
             check.fail(argument, repr(name), "names such as 'recall@20', of " + ", ".join(KNOWN))
     if not parsed:

@@ -18,11 +18,17 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower.data.matrices import SparseMatrix, canonical, union, without
 from gramtower.distributed.group import SINGLE, Group
-from gramtower.metrics.definitions import DEFAULT, PROPENSITY, Metric, inverse_propensities, parse, self_information
+from gramtower.metrics.definitions import (
+    DEFAULT,
+    PROPENSITY,
+    Metric,
+    above,
+    inverse_propensities,
+    parse,
+    self_information,
+)
 from gramtower.metrics.tally import ItemFacts, Scores, Tally
-from gramtower.retrieval.ranks import above
-from gramtower.retrieval.scores import EmbeddingsLike, as_embeddings, embeddings, score_blocks
-from gramtower.retrieval.topk import best, best_lists
+from gramtower.retrieval.topk import EmbeddingsLike, as_embeddings, best, best_lists, embeddings, score_blocks
 
 
 def ranking_metrics(
@@ -64,7 +70,9 @@ def ranking_metrics(
     if not len(users):
         check.fail("relevant", "no pair with a value above 0", "at least one")
     known = None if popularity is None else _of_items("popularity", popularity, n)
-    Q = None if embeddings is None else _item_embeddings(embeddings, n)
+    Q = None if embeddings is None else as_embeddings("embeddings", embeddings)
+    if Q is not None and len(Q) != n:
+        check.fail("embeddings", f"{len(Q)} rows", f"{n}, one for each item")
     facts = _facts(wanted, _degrees(known, SINGLE), propensity, Q, "popularity")
     tally = Tally(wanted, truth[users], facts=facts)
     tally.add_lists(0, lists[users].astype(np.int64))
@@ -166,7 +174,10 @@ def _facts(
     for kind in ("psp", "novelty"):
         if kind in names and degrees is None:
             check.fail(argument, "None", f"the training pairs, for {names[kind]!r}")
-    a, b = _propensity(propensity)
+    if not isinstance(propensity, Sequence) or isinstance(propensity, str) or len(propensity) != 2:
+        check.fail("propensity", repr(propensity), "two numbers, A and B")
+    a = check.number("propensity A", propensity[0], minimum=0.0)
+    b = check.number("propensity B", propensity[1], above=0.0)
     worth = information = directions = None
     if degrees is not None and "psp" in names:
         worth = inverse_propensities(*degrees, a, b)
@@ -178,12 +189,6 @@ def _facts(
         lengths = torch.linalg.vector_norm(Q, dim=1, keepdim=True)
         directions = torch.where(lengths > 0, Q / lengths, torch.zeros_like(Q)).cpu().numpy()
     return ItemFacts(worth, information, directions)
-
-
-def _propensity(given: tuple[float, float]) -> tuple[float, float]:
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != 2:
-        check.fail("propensity", repr(given), "two numbers, A and B")
-    return check.number("propensity A", given[0], minimum=0.0), check.number("propensity B", given[1], above=0.0)
 
 
 def _degrees(known: sp.csr_matrix | None, processes: Group) -> tuple[NDArray[np.int64], int] | None:
@@ -200,13 +205,6 @@ def _of_items(name: str, pairs: SparseMatrix, n: int) -> sp.csr_matrix:
     if found.shape[1] != n:
         check.fail(name, f"shape {found.shape}", f"{n} columns, one for each item")
     return found
-
-
-def _item_embeddings(given: EmbeddingsLike, n: int) -> Tensor:
-    Q = as_embeddings("embeddings", given)
-    if len(Q) != n:
-        check.fail("embeddings", f"{len(Q)} rows", f"{n}, one for each item")
-    return Q
 
 
 def _positives(pairs: sp.csr_matrix) -> sp.csr_matrix:

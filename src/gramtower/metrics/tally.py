@@ -36,9 +36,9 @@ from gramtower.metrics.definitions import (
     Metric,
     best_gains,
     diversity,
+    first_places,
     novelty,
 )
-from gramtower.retrieval.ranks import first_places
 
 GROUPS = ("low", "mid", "high")
 
@@ -167,10 +167,6 @@ class Tally:
         for k, shown in self.shown.items():
             top = lists[:, :k]
             shown += np.bincount(top[top >= 0], minlength=n)
-        self._add_of_lists(start, stop, lists)
-
-    def _add_of_lists(self, start: int, stop: int, lists: Lists) -> None:
-        """Add novelty and diversity of the next users' lists."""
         information, directions = self.facts.information, self.facts.directions
         lengths = [metric.k for metric in self.wanted if metric.kind == "diversity"]
         spread = diversity(lists, directions, lengths) if lengths and directions is not None else {}
@@ -200,8 +196,7 @@ class Tally:
     def result(self, rows: NDArray[np.int64], users_left_out: int, pairs_left_out: int) -> Scores:
         """The means; ``rows`` are the rows of the users."""
         scores = Scores()
-        scores.rows, scores.per_user = rows, {}
-        scores.left_out = {}
+        scores.rows, scores.per_user, scores.left_out = rows, {}, {}
         for group in self.groups:
             for metric in self.wanted:
                 if metric.kind in OF_ITEMS:
@@ -214,11 +209,11 @@ class Tally:
                     scores[metric.name + group.label] = self._mean(values[defined])
                     if not group.label:
                         scores.per_user[metric.name] = values
-        counts = (self.truth.shape[0], self.truth.nnz, users_left_out, pairs_left_out)
-        scores.users, scores.pairs, scores.users_left_out, scores.pairs_left_out = self._counts(*counts)
         labelled = [group for group in self.groups if group.label]
-        members = self._counts(*(int(group.members.sum()) for group in labelled)) if labelled else ()
-        scores.groups = {g.label.strip(): count for g, count in zip(labelled, members, strict=True)}
+        counts = (self.truth.shape[0], self.truth.nnz, users_left_out, pairs_left_out)
+        totals = self.processes.totals(*counts, *(int(group.members.sum()) for group in labelled))
+        scores.users, scores.pairs, scores.users_left_out, scores.pairs_left_out, *members = map(int, totals)
+        scores.groups = {group.label.strip(): count for group, count in zip(labelled, members, strict=True)}
         return scores
 
     def _values(self, metric: Metric, group: _Group) -> Floats:
@@ -235,9 +230,6 @@ class Tally:
     def _mean(self, values: Floats) -> float:
         total, count = self.processes.totals(float(values.sum()), float(len(values)))
         return total / count if count else float("nan")
-
-    def _counts(self, *numbers: int) -> tuple[int, ...]:
-        return tuple(int(number) for number in self.processes.totals(*numbers))
 
 
 def _first(hits: Hits, k: int) -> Hits:
@@ -257,9 +249,9 @@ def terciles(counts: NDArray[np.int64], gathered: NDArray[np.int64] | None = Non
 PARTS = 20
 
 
-def deal(count: int, seed: int, parts: int = PARTS) -> NDArray[np.int64]:
+def deal(count: int, seed: int) -> NDArray[np.int64]:
     """The part of each entity, 0 to G − 1; the sizes of parts differ by at most one."""
-    return np.random.default_rng(seed).permutation(np.arange(count, dtype=np.int64) % max(1, min(parts, count)))
+    return np.random.default_rng(seed).permutation(np.arange(count, dtype=np.int64) % max(1, min(PARTS, count)))
 
 
 def means_without(values: NDArray[np.float64], parts: NDArray[np.int64]) -> list[float]:

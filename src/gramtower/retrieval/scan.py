@@ -6,7 +6,7 @@ full buffer is reduced to a little more than its k best, and its bound is raised
 that the cost beyond one pass over the scores is O(k log(n / k)) per row. Columns come in increasing order and stay in
 it, so that an equal score at a later column never enters: ties go to the smaller column.
 
-The results are the same as those of topk.best_torch and ranks.above_torch.
+The results are the same as those of topk.best_torch and metrics.definitions.above_torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOGETHER = 64  # scores compared before a branch
 
 
 def above(scores: Tensor, offsets: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The same as ranks.above; columns[offsets[i]:offsets[i + 1]] are relevant to row i."""
+    """The same as metrics.definitions.above; columns[offsets[i]:offsets[i + 1]] are relevant to row i."""
     counts, array = np.empty(len(columns)), scores.numpy()
     parallel_for(lambda first, last: _above(first, last, array, offsets, columns, counts), tasks(len(scores)))
     return counts

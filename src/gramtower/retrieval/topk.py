@@ -7,7 +7,8 @@ On a CPU each thread takes some rows, multiplies them with a few columns at a ti
 of its rows while they are in its cache, so that scores are never written to memory. If there are few rows, each thread
 takes all of them and some of the columns, so that every row of Q is read once. Otherwise (on a GPU, for long lists and
 for few scores) blocks of full rows are ranked; a GPU starts with the next block before the lists of the last are
-fetched.
+fetched. All blocks share one buffer of at most ``block_bytes`` (or one row), or two in turn, so that there is no array
+of m·n elements. Pairs that must not be ranked are −inf.
 """
 
 from __future__ import annotations
@@ -29,11 +30,84 @@ from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.torch_runtime import pool
 from gramtower.data.matrices import SparseMatrix, canonical
-from gramtower.retrieval.scores import EmbeddingsLike, embeddings, score_blocks
 
+_DEFAULT_BYTES = {"cpu": 64_000_000, "cuda": 1_000_000_000}  # memory of a block of scores
 _MOST_KEPT = 512  # longest lists for compiled code, which sorts by insertion
 _WORTH_LOADING = 1 << 20  # least number of scores for which compiled code is loaded
 WORTH_CALLING = 1 << 16  # least number of scores for which it is called once it is loaded
+
+EmbeddingsLike: TypeAlias = NDArray[np.generic] | Tensor  # floating-point rows, one for each entity
+
+
+def embeddings(P: EmbeddingsLike, Q: EmbeddingsLike) -> tuple[Tensor, Tensor]:
+    """Both matrices of embeddings as float32 tensors, checked."""
+    left, right = as_embeddings("P", P), as_embeddings("Q", Q)
+    if left.shape[1] != right.shape[1] or left.device != right.device:
+        given = f"shapes {tuple(left.shape)} on {left.device} and {tuple(right.shape)} on {right.device}"
+        check.fail("P, Q", given, "the same number of columns and the same device")
+    return left, right
+
+
+def as_embeddings(name: str, value: EmbeddingsLike) -> Tensor:
+    """A matrix of embeddings as a float32 tensor, checked; ``name`` is the name of the argument."""
+    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim != 2 or 0 in value.shape[1:]:
+        given = f"shape {tuple(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+        check.fail(name, given, "a tensor of shape (entities, k)")
+    if value.dtype.kind not in "biufc" if isinstance(value, np.ndarray) else value.layout != torch.strided:
+        check.fail(name, f"{type(value).__name__} of {value.dtype}", "a dense tensor of floating-point embeddings")
+    tensor = torch.as_tensor(value).detach()
+    if not tensor.is_floating_point():
+        check.fail(name, f"dtype {tensor.dtype}", "floating-point embeddings")
+    tensor = tensor.to(torch.float32).contiguous()
+    if not torch.isfinite(tensor.sum()) and (bad := int((~torch.isfinite(tensor)).any(1).sum())):  # a sum may overflow
+        check.fail(name, f"{bad} rows with NaN or infinity", "finite embeddings")
+    return tensor
+
+
+def score_blocks(
+    P: Tensor,
+    Q: Tensor,
+    exclude: sp.csr_matrix | None = None,
+    deny: Tensor | None = None,
+    rows: NDArray[np.int64] | None = None,
+    block_bytes: int | str | None = None,
+    buffers: int = 1,
+) -> Iterator[tuple[int, int, Tensor]]:
+    """Blocks of scores in order of rows: first row, row after the last, and their scores.
+
+    Only ``rows`` of P are scored, to which ``exclude`` belongs. Its entries and the columns ``deny`` become −inf. A
+    block is overwritten after ``buffers - 1`` more.
+    """
+    count, n = len(P) if rows is None else len(rows), len(Q)
+    size = rows_in_block(n, count, P.device, block_bytes, buffers)
+    held = [torch.empty((size, n), device=P.device, dtype=P.dtype) for _ in range(min(buffers, -(-count // size)))]
+    for number, start in enumerate(range(0, count, size)):
+        stop = min(start + size, count)
+        scores = held[number % buffers][: stop - start]
+        part = P[start:stop] if rows is None else P[torch.from_numpy(rows[start:stop]).to(P.device)]
+        places = None if exclude is None else _places(exclude, start, stop, P.device)
+        torch.mm(part, Q.t(), out=scores)
+        if places is not None:
+            scores.view(-1).index_fill_(0, places, -torch.inf)
+        if deny is not None:
+            scores.index_fill_(1, deny, -torch.inf)
+        yield start, stop, scores
+
+
+def rows_in_block(
+    n: int, rows: int, device: torch.device, block_bytes: int | str | None = None, buffers: int = 1
+) -> int:
+    """The number of rows of n scores in a block, if there are ``buffers`` blocks at a time."""
+    given = _DEFAULT_BYTES.get(device.type, _DEFAULT_BYTES["cpu"]) if block_bytes is None else block_bytes
+    return max(1, min(rows, check.memory_size("block_bytes", given) // (4 * buffers * max(1, n))))
+
+
+def _places(exclude: sp.csr_matrix, start: int, stop: int, device: torch.device) -> Tensor:
+    """The positions of the stored entries of rows start:stop in a block of scores; it does not wait for a GPU."""
+    bounds = exclude.indptr[start : stop + 1]
+    columns = exclude.indices[bounds[0] : bounds[-1]].astype(np.int64)
+    places = torch.from_numpy(columns + np.repeat(np.arange(stop - start) * exclude.shape[1], np.diff(bounds)))
+    return places if device.type == "cpu" else places.pin_memory().to(device, non_blocking=True)
 
 
 def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -135,7 +209,7 @@ _ROWS = 512  # rows of a tile; with fewer, products are slower
 _TILE = 1 << 18  # scores of a tile
 _FEWEST = 64  # least columns of a tile
 
-Lists = tuple[int, int, NDArray[np.int64], NDArray[np.float32]]
+Lists = tuple[int, int, NDArray[np.int64], NDArray[np.float32]]  # first row, row after the last, columns, scores
 
 
 def best_lists(
@@ -152,37 +226,29 @@ def best_lists(
 
     The arguments are those of score_blocks, with ``deny`` increasing; k is at most the number of columns. With
     ``loaded`` compiled code is used for few scores too, as in a server that has loaded it.
-
-    Yields:
-        First row, row after the last, their columns and their scores.
     """
     count = len(P) if rows is None else len(rows)
     if use_compiled(P.device, count * len(Q), k, WORTH_CALLING if loaded else None):
         yield from _tiled(P, Q, k, exclude, deny, rows, block_bytes)
         return
     never = None if deny is None else torch.from_numpy(deny).to(Q.device)
-    if not P.is_cuda:
-        for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes):
-            columns, values = best(scores, k)
-            yield start, stop, columns.numpy(), values.numpy()
-        return
-    before: Callable[[], Lists] | None = None
-    for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes, buffers=2):
-        fetch = _launched(start, stop, scores, k)
-        if before is not None:
-            yield before()
-        before = fetch
-    if before is not None:
-        yield before()
+    ahead, launched = int(P.is_cuda), deque[Callable[[], Lists]]()  # a GPU starts a block ahead
+    for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes, buffers=1 + ahead):
+        launched.append(_launched(start, stop, scores, k))
+        if len(launched) > ahead:
+            yield launched.popleft()()
+    while launched:
+        yield launched.popleft()()
 
 
 def _launched(start: int, stop: int, scores: Tensor, k: int) -> Callable[[], Lists]:
-    """Start to rank a block on a GPU; return a function that waits for its lists, before the block is overwritten."""
+    """Start to rank a block; return a function that waits for its lists, before the block is overwritten."""
     columns, values, tied = (found.to("cpu", non_blocking=True) for found in best_but_for_ties(scores, k))
-    done = torch.cuda.current_stream(scores.device).record_event()
+    done = torch.cuda.current_stream(scores.device).record_event() if scores.is_cuda else None
 
     def fetch() -> Lists:
-        done.synchronize()
+        if done is not None:
+            done.synchronize()
         settle_ties(scores, columns, values, tied.nonzero()[:, 0])
         return start, stop, columns.numpy(), values.numpy()
 
@@ -272,14 +338,14 @@ class Ranking(NamedTuple):
     chosen: NDArray[np.int64] | None  # the column of each candidate; None if all columns are candidates
 
     def lists(self, k: int, block_bytes: int | str | None = None, loaded: bool = False) -> Iterator[Lists]:
-        """First row, row after the last, columns and scores of some rows at a time, in order; at most k per row."""
-        width = min(k, len(self.Q))
-        if width == 0:
+        """The lists of some rows at a time, in order; at most k columns per row."""
+        if not len(self.Q):
             return
-        for start, stop, columns, values in best_lists(
-            self.P, self.Q, width, self.exclude, self.deny, block_bytes=block_bytes, loaded=loaded
-        ):
-            yield start, stop, columns if self.chosen is None else self._named(columns), values
+        given = self.P, self.Q, min(k, len(self.Q)), self.exclude, self.deny
+        for start, stop, columns, values in best_lists(*given, block_bytes=block_bytes, loaded=loaded):
+            if self.chosen is not None:
+                columns = np.where(columns >= 0, self.chosen[columns], -1)
+            yield start, stop, columns, values
 
     def top(
         self, k: int, block_bytes: int | str | None = None, loaded: bool = False
@@ -295,14 +361,6 @@ class Ranking(NamedTuple):
     def rows(self, start: int, stop: int) -> Ranking:
         """The same for some of the rows."""
         return self._replace(P=self.P[start:stop], exclude=None if self.exclude is None else self.exclude[start:stop])
-
-    def to(self, device: torch.device) -> Ranking:
-        """The same with the embeddings on another device."""
-        return self._replace(P=self.P.to(device), Q=self.Q.to(device))
-
-    def _named(self, columns: NDArray[np.int64]) -> NDArray[np.int64]:
-        assert self.chosen is not None
-        return np.where(columns >= 0, self.chosen[columns], -1)
 
 
 def ranking(

@@ -15,6 +15,7 @@ for any other model. Nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import tempfile
@@ -23,7 +24,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -46,18 +47,6 @@ _FARTHEST = 4096
 
 Matrix = NDArray[np.float32]
 Rows = NDArray[np.int64]
-
-
-class Index(Protocol):
-    """An approximate index."""
-
-    def search(self, P: Matrix, k: int) -> Rows:
-        """About the k columns with the highest inner products for each row, −1 if fewer were found."""
-        ...
-
-    def to_bytes(self) -> bytes:
-        """The content of the index's file."""
-        ...
 
 
 @dataclass
@@ -113,20 +102,14 @@ def build_index(
     sample = np.sort(np.random.default_rng(seed).permutation(len(P))[:_QUERIES])
     queries = P[torch.from_numpy(sample)].float()
     exact, _ = top_k(queries, Q.float(), k)
-    reach, found = 1, 0.0
-    while True:
-        made.reach = reach
-        found = recall_of(made.search(queries.numpy(), k), exact)
-        if found >= target or reach >= made.farthest:
-            break
-        reach = min(2 * reach, made.farthest)
+    while (found := recall_of(made.search(queries.numpy(), k), exact)) < target and made.reach < made.farthest:
+        made.reach = min(2 * made.reach, made.farthest)
     if found < target:
         check.fail("recall", f"{target:g}, of which {kind} reaches {found:.4f} at its widest", "a lower recall")
     seconds = time.perf_counter() - start
-    size = len(made.to_bytes())
-    return made, Facts(
-        kind, digest(ids, Q), len(Q), Q.shape[1], k, found, target, len(sample), reach, seconds, size, time.time()
-    )
+    shape, size = (len(Q), Q.shape[1]), len(made.to_bytes())
+    now = time.time()
+    return made, Facts(kind, digest(ids, Q), *shape, k, found, target, len(sample), made.reach, seconds, size, now)
 
 
 def recall_of(found: Rows, exact: Rows) -> float:
@@ -145,14 +128,11 @@ def write_index(path: Path, index: Index, facts: Facts) -> None:
 
 def read_index(path: Path, model: str) -> tuple[Index, Facts]:
     """Read the index of the model with a digest."""
-    file = TensorFile(path, *_FORMAT)
-    try:
+    with contextlib.closing(TensorFile(path, *_FORMAT)) as file:
         facts = _facts(path, file)
         if facts.model != model:
             check.fail("index", f"{path}, which was built for another model", "one of this model: gramtower index RUN")
         content = file.read("index").numpy()
-    finally:
-        file.close()
     read = _Hnswlib.read if facts.kind == "hnsw" else _Faiss.read
     try:
         made = read(content, facts.kind, facts.dim)
@@ -180,7 +160,7 @@ def _facts(path: Path, file: TensorFile) -> Facts:
 
 class _Faiss:
     def __init__(self, index: Any, kind: str) -> None:
-        self._index, self._kind, self.entities = index, kind, int(index.ntotal)
+        self._index, self._kind, self.entities, self.reach = index, kind, int(index.ntotal), 1
         self.farthest = int(index.nlist) if kind == "faiss" else min(_FARTHEST, max(1, self.entities))
 
     @classmethod
@@ -208,18 +188,12 @@ class _Faiss:
             check.fail("index", f"a {type(index).__name__} of dimension {index.d}", f"a {name} of dimension {dim}")
         return cls(index, kind)
 
-    @property
-    def reach(self) -> int:
-        return int(self._index.nprobe if self._kind == "faiss" else self._index.hnsw.efSearch)
-
-    @reach.setter
-    def reach(self, value: int) -> None:
-        if self._kind == "faiss":
-            self._index.nprobe = value
-        else:
-            self._index.hnsw.efSearch = value
-
     def search(self, P: Matrix, k: int) -> Rows:
+        """About the k columns with the highest inner products for each row, −1 if fewer were found."""
+        if self._kind == "faiss":
+            self._index.nprobe = self.reach
+        else:
+            self._index.hnsw.efSearch = self.reach
         found: Rows = self._index.search(np.ascontiguousarray(P, np.float32), k)[1]
         return found
 
@@ -265,6 +239,9 @@ class _Hnswlib:
             return path.read_bytes()
 
 
+Index = _Faiss | _Hnswlib
+
+
 def _faiss() -> ModuleType:
     return need("faiss", "an index")
 
@@ -295,7 +272,7 @@ def best_lists(queries: Sequence[Query], Q: Tensor, index: Index | None = None) 
     groups: dict[Hashable, list[int]] = {}
     for place, query in enumerate(queries):
         groups.setdefault(query.key, []).append(place)
-    answers: list[Found | None] = [None] * len(queries)
+    answers: dict[int, Found] = {}
     for places in groups.values():
         members = [queries[place] for place in places]
         P = torch.cat([query.embeddings for query in members])
@@ -310,28 +287,15 @@ def best_lists(queries: Sequence[Query], Q: Tensor, index: Index | None = None) 
             stop = start + len(query.embeddings)
             answers[place] = found[start:stop, : query.k], scores[start:stop, : query.k]
             start = stop
-    return [answer for answer in answers if answer is not None]
+    return [answers[place] for place in range(len(queries))]
 
 
 def _exact(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, among: Rows | None = None) -> Found:
-    lengths = [len(columns) for columns in excluded]
-    left_out = None
-    if any(lengths):
+    offsets, left_out = np.cumsum([0, *map(len, excluded)]), None
+    if offsets[-1]:
         indices = np.concatenate(excluded)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
         left_out = sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(P), len(Q)))
     return checked_ranking(P.float(), Q.float(), left_out, among).top(k, loaded=True)
-
-
-def _scores(P: Tensor, Q: Tensor, candidates: Rows) -> NDArray[np.float32]:
-    """Scores of the candidates of each row, in blocks, as embeddings are gathered; −1 is scored like 0."""
-    columns = torch.from_numpy(np.maximum(candidates, 0))
-    step = max(1, _GATHERED // max(1, columns.shape[1] * Q.shape[1]))
-    scores = np.empty(candidates.shape, np.float32)
-    for start in range(0, len(P), step):
-        part = slice(start, start + step)
-        scores[part] = torch.einsum("rd,rcd->rc", P[part], Q[columns[part]]).float().numpy()
-    return scores
 
 
 def _approximate(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, index: Index) -> Found:
@@ -340,13 +304,17 @@ def _approximate(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, index: 
     for row, columns in enumerate(excluded):
         if len(columns):
             candidates[row][np.isin(candidates[row], columns)] = -1
-    scores = _scores(P, Q, candidates)
+    scores, gathered = np.empty(candidates.shape, np.float32), torch.from_numpy(np.maximum(candidates, 0))
+    step = max(1, _GATHERED // max(1, candidates.shape[1] * Q.shape[1]))
+    for start in range(0, len(P), step):
+        part = slice(start, start + step)
+        scores[part] = torch.einsum("rd,rcd->rc", P[part], Q[gathered[part]]).float().numpy()
     scores[candidates < 0] = -np.inf
     order = np.lexsort((candidates, -scores), axis=1)[:, :k]
     found, values = np.take_along_axis(candidates, order, 1), np.take_along_axis(scores, order, 1)
-    if found.shape[1] < k:
-        found = np.pad(found, ((0, 0), (0, k - found.shape[1])), constant_values=-1)
-        values = np.pad(values, ((0, 0), (0, k - values.shape[1])), constant_values=-np.inf)
+    if (missing := k - found.shape[1]) > 0:
+        found = np.pad(found, ((0, 0), (0, missing)), constant_values=-1)
+        values = np.pad(values, ((0, 0), (0, missing)), constant_values=-np.inf)
     wanted = np.minimum(k, len(Q) - np.array([len(columns) for columns in excluded]))
     short = np.flatnonzero((found >= 0).sum(1) < wanted)
     if len(short):

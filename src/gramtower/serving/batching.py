@@ -13,37 +13,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gramtower.data.ids import Key
 from gramtower.serving.ann_index import Found, Query
-from gramtower.serving.refusals import Refused, encode
+from gramtower.serving.messages import Refused, encode
 from gramtower.serving.served_entities import Entities
 from gramtower.serving.snapshot import Snapshot
 
 
-class Task(Protocol):
-    """Work for the computing thread."""
-
-    @property
-    def size(self) -> int:
-        """Number of rows to compute lists or embeddings for."""
-        ...
-
-
-@dataclass
-class _Waiting:
-    task: Task
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Any] = field(repr=False)
-
-
 class Batcher:
-    """A queue of at most ``most`` tasks, and the thread that computes them in batches of up to ``size`` rows."""
+    """A queue of at most ``most`` tasks, and the thread that computes them in batches of up to ``size`` rows.
+
+    All tasks are submitted from one event loop.
+    """
 
     def __init__(
         self,
@@ -54,7 +41,7 @@ class Batcher:
         observe: Callable[[int], None] = lambda tasks: None,
     ) -> None:
         self._work, self._wait, self._size, self._most, self._observe = work, wait, size, most, observe
-        self._waiting: deque[_Waiting] = deque()
+        self._waiting: deque[Waiting] = deque()
         self._condition = threading.Condition()
         self._closed, self._last = False, 1
         self._thread = threading.Thread(target=self._run, name="gramtower-serving", daemon=True)
@@ -62,22 +49,19 @@ class Batcher:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread is running."""
         return self._thread.is_alive() and not self._closed
 
     @property
     def waiting(self) -> int:
-        """Number of tasks in the queue."""
         return len(self._waiting)
 
-    async def submit(self, task: Task) -> Any:
+    async def submit(self, task: ListTask | CallTask) -> Any:
         """Compute a task."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         with self._condition:
             if self._closed or len(self._waiting) >= self._most:
                 raise Refused(503, "server: too many requests are waiting, or it is going down; try again later")
-            self._waiting.append(_Waiting(task, loop, future))
+            self._waiting.append((task, future))
             self._condition.notify()
         return await future
 
@@ -90,12 +74,12 @@ class Batcher:
 
     def _run(self) -> None:
         while (batch := self._next()) is not None:
-            there = [item for item in batch if not item.future.cancelled()]  # other clients have disconnected
+            there = [item for item in batch if not item[1].cancelled()]  # other clients have disconnected
             if there:
                 self._answer(there)
             del batch, there  # so that no reference keeps a replaced model in memory
 
-    def _next(self) -> list[_Waiting] | None:
+    def _next(self) -> list[Waiting] | None:
         with self._condition:
             while not self._waiting and not self._closed:
                 self._condition.wait()
@@ -107,29 +91,26 @@ class Batcher:
             if not self._waiting:
                 return None
             batch = [self._waiting.popleft()]
-            rows = batch[0].task.size
-            while self._waiting and rows + self._waiting[0].task.size <= self._size:
-                rows += self._waiting[0].task.size
+            rows = batch[0][0].size
+            while self._waiting and (rows := rows + self._waiting[0][0].size) <= self._size:
                 batch.append(self._waiting.popleft())
             self._last = len(batch)
             return batch
 
-    def _answer(self, batch: list[_Waiting]) -> None:
+    def _answer(self, batch: list[Waiting]) -> None:
+        tasks, futures = zip(*batch, strict=True)
         try:
-            answers = list(self._work([item.task for item in batch]))
+            answers = self._work(tasks)
         except Exception as error:  # these requests fail, the thread continues
             answers = [error] * len(batch)
         self._observe(len(batch))
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[object], object]]] = {}
-        for item, answer in zip(batch, answers, strict=True):
-            by_loop.setdefault(item.loop, []).append((item.future, answer))
-        for loop, finished in by_loop.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_deliver, finished)
+        loop = futures[0].get_loop()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_deliver, futures, answers)
 
 
-def _deliver(finished: list[tuple[asyncio.Future[object], object]]) -> None:
-    for future, answer in finished:
+def _deliver(futures: Sequence[asyncio.Future[object]], answers: Sequence[object]) -> None:
+    for future, answer in zip(futures, answers, strict=True):
         if future.cancelled():
             continue
         if isinstance(answer, Exception):
@@ -154,13 +135,13 @@ class ListTask:
     def answer(self, found: Found, notes: dict[str, int]) -> bytes:
         """The JSON of the lists, with the notes of their query, which each line repeats."""
         this = self.snapshot.side("right" if self.kind == "recommend" else self.kind)
-        answers = []
+        answers: list[dict[str, object]] = []
         for place, (rows, scores) in enumerate(zip(*found, strict=True)):
             there = np.isfinite(scores)
-            head = {} if self.asked is None else {self.field: self.asked[place]}
-            answers.append(head | {"results": places(this, rows[there], scores[there].tolist(), self.columns)})
+            answers.append({} if self.asked is None else {self.field: self.asked[place]})
+            answers[-1]["results"] = places(this, rows[there], scores[there].tolist(), self.columns)
         if self.lines:
-            return b"".join(encode(answer | dict(notes)) + b"\n" for answer in answers)
+            return b"".join(encode(answer | notes) + b"\n" for answer in answers)
         return encode({"model": self.snapshot.name, "answers": answers, **notes})
 
 
@@ -170,6 +151,9 @@ class CallTask:
 
     call: Callable[[], Any]
     size: int = 1
+
+
+Waiting = tuple[ListTask | CallTask, "asyncio.Future[Any]"]
 
 
 def places(

@@ -1,30 +1,39 @@
 """The HTTP interface: each route checks a body, gives a task to the computing thread, and sends its answer.
 
-The event loop only parses, waits and sends. Every error is answered with ``{"error": …}``.
+The event loop only parses, waits and sends. Every error is answered with ``{"error": …}``. The functions at the end
+make the answers of the routes that the page uses.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
+import numpy as np
 from fastapi import FastAPI, Request
+from numpy.typing import NDArray
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Scope
 
-from gramtower.serving import answers
+from gramtower._util.files import plain
 from gramtower.serving import request_checks as bodies
-from gramtower.serving.batching import Batcher, CallTask, ListTask, work
-from gramtower.serving.refusals import Limits, Refused, encode, shown, within
+from gramtower.serving.batching import Batcher, CallTask, ListTask, places, work
+from gramtower.serving.messages import Limits, Refused, encode, shown, within
 from gramtower.serving.request_checks import Guard, answer, parse, read_body, refusal
+from gramtower.serving.served_entities import Entities, project
 from gramtower.serving.served_models import Gauge, Metrics, Models
 from gramtower.serving.snapshot import Histories, NewFeatures, Snapshot
 from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
 
 _CHUNK = 64  # lists in one piece of a streamed answer
+_HISTORY = 200  # pairs of an entity that are shown
+_RECORDS = 400  # points of a curve
+_GROUPS = 11  # values of a column with a colour
+_LABELS = 40  # entities with a label on the map
 _LOG = logging.getLogger("gramtower.serving")
 Asked = Callable[[Any, Snapshot], Any]
 
@@ -140,15 +149,37 @@ class Service:
     async def _explain(self, asked: bodies.Explain, snapshot: Snapshot) -> Response:
         features = self._features("left_features", asked.left_features)
         self._histories(asked.histories)
-        return await self._call(
-            lambda: answers.explain(snapshot, asked.left, asked.right, features, asked.histories, asked.most)
-        )
+
+        def call() -> dict[str, object]:
+            found = snapshot.explain(asked.left, asked.right, features, asked.histories).to_plain(asked.most)
+            for one in found["contributions"]:
+                if snapshot.right.titles is not None and one["kind"] == "history":
+                    one["title"] = snapshot.right.titles[snapshot.right.row(one["name"])]
+            return {"model": snapshot.name, "left": asked.left, "right": asked.right, **found}
+
+        return await self._call(call)
 
     async def _search(self, asked: bodies.Search, snapshot: Snapshot) -> Response:
-        return await self._call(lambda: answers.search(snapshot, asked.side, asked.text, asked.most))
+        def call() -> dict[str, object]:
+            this = snapshot.side(asked.side)
+            found = np.array(this.search(asked.text, asked.most), np.int64)
+            return {"model": snapshot.name, "results": titled(this, found)}
+
+        return await self._call(call)
 
     async def _entity(self, asked: bodies.Entity, snapshot: Snapshot) -> Response:
-        return await self._call(lambda: answers.entity(snapshot, asked.side, asked.id))
+        def call() -> dict[str, object]:
+            this, other = snapshot.side(asked.side), snapshot.side("right" if asked.side == "left" else "left")
+            rows = this.rows([asked.id])
+            return {
+                "model": snapshot.name,
+                **titled(this, rows)[0],
+                "side": asked.side,
+                "columns": {} if this.table is None else this.table.cells(rows)[0],
+                "history": titled(other, snapshot.observed_with(asked.side, int(rows[0]), _HISTORY)),
+            }
+
+        return await self._call(call)
 
     async def _map(self, request: Request) -> Response:
         """Two-dimensional positions (PCA) of the entities with the most pairs."""
@@ -156,16 +187,16 @@ class Service:
         snapshot, side, column = self.models.get(given.get("model")), given.get("side", "right"), given.get("column")
         if side not in ("left", "right"):
             raise Refused(422, f"side: got {shown(side)}, expected 'left' or 'right'")
-        return await self._call(lambda: answers.map_of(snapshot, side, column))
+        return await self._call(lambda: map_of(snapshot, side, column))
 
     async def _run(self, request: Request) -> Response:
         """Counts, settings and training history of a model."""
         snapshot = self.models.get(request.query_params.get("model"))
-        return await self._call(lambda: answers.run(snapshot))
+        return await self._call(lambda: run(snapshot))
 
     async def _served(self, request: Request) -> Response:
         """The models being served."""
-        return await self._call(lambda: {"models": [answers.summary(one) for one in self.models.all()]})
+        return await self._call(lambda: {"models": [summary(one) for one in self.models.all()]})
 
     async def _health(self, request: Request) -> Response:
         """Whether the process is running."""
@@ -202,7 +233,7 @@ class Service:
                 for start in range(_CHUNK, rows, _CHUNK):
                     yield await self.batcher.submit(task(start, min(start + _CHUNK, rows), True))
             except Refused as refused:
-                yield encode(refused.to_plain()) + b"\n"
+                yield encode(refused.content) + b"\n"
 
         return StreamingResponse(lines(), media_type="application/x-ndjson")
 
@@ -215,7 +246,7 @@ class Service:
             within("ids × k", rows * k, self.limits.answers, "places in one answer", hint)
 
     def _features(self, name: str, given: bodies.Features | None) -> NewFeatures:
-        features = answers.features(name, given)
+        features = make_features(name, given)
         if features is not None:
             within(name, _rows(features), self.limits.ids, "rows")
         return features
@@ -269,23 +300,16 @@ def make_app(
         app.add_route(path, service.post(path), ["POST"])
     for path, handler in {**service.gets, **dict.fromkeys(fixed, document)}.items():
         app.add_route(path, handler, ["GET"])
-    app.add_exception_handler(Refused, _on_refusal)
-    app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_error)
+    for kind in (Refused, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
     return Guard(app, metrics, {*service.posts, *service.gets, *fixed}, token, hosts, origins, log), service
 
 
-async def _on_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
-    return refusal(error)
-
-
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return answer({"error": str(error.detail)}, error.status_code, dict(error.headers or {}))
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refused):
+        return refusal(error)
+    if isinstance(error, HTTPException):
+        return answer({"error": str(error.detail)}, error.status_code, dict(error.headers or {}))
     _LOG.error("internal error", exc_info=error)
     return answer({"error": "internal error of the server; see its log"}, 500)
 
@@ -307,3 +331,115 @@ def _cut(features: NewFeatures, a: int, b: int) -> NewFeatures:
     if isinstance(features, dict):
         return {name: cells[a:b] for name, cells in features.items()}
     return None if features is None else features[a:b]
+
+
+def make_features(name: str, given: bodies.Features | None) -> NewFeatures:
+    """Features of a request in the form that the model takes: columns, or an array of numbers."""
+    if given is None:
+        return None
+    if isinstance(given, dict):
+        lengths = {len(cells) for cells in given.values()}
+        if len(lengths) != 1:
+            raise Refused(422, f"{name}: got columns of {sorted(lengths)[:5]} cells, expected equal numbers")
+        return given
+    rows = [row for row in given if isinstance(row, dict)]
+    if len(rows) == len(given):
+        columns = dict.fromkeys(column for row in rows for column in row)
+        return {column: [row.get(column) for row in rows] for column in columns}
+    widths = {len(row) for row in given}
+    if len(widths) != 1:
+        raise Refused(422, f"{name}: got rows of {sorted(widths)[:5]} numbers, expected equal numbers")
+    with np.errstate(over="ignore"):
+        array = np.array(given, np.float64).astype(np.float32)
+    if not np.isfinite(array).all():
+        raise Refused(422, f"{name}: got numbers that overflow float32, expected smaller ones")
+    return array
+
+
+def titled(this: Entities, rows: NDArray[np.int64]) -> list[dict[str, object]]:
+    """Entities with their titles and numbers of pairs."""
+    found = places(this, rows)
+    for one, row in zip(found, rows.tolist(), strict=True):
+        one["title"] = None if this.titles is None else this.titles[row]
+        one["pairs"] = int(this.degrees[row])
+    return found
+
+
+def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, object]:
+    """Positions of entities, and for a column its most frequent values, for colours."""
+    this = snapshot.side(side)
+    drawn = snapshot.maps.get(side) or snapshot.maps.setdefault(side, project(this))
+    answer: dict[str, Any] = {
+        "model": snapshot.name,
+        "side": side,
+        "shares": drawn.shares,
+        "entities": len(this),
+        "labels": min(_LABELS, len(drawn.rows)),
+        "ids": this.names(drawn.rows),
+        "x": _rounded(drawn.places[:, 0]),
+        "y": _rounded(drawn.places[:, 1]),
+        "columns": [] if this.table is None else [c for c in this.table.columns if this.table.kinds[c] != "skip"],
+        "titles": None if this.titles is None else [this.titles[row] for row in drawn.rows.tolist()],
+    }
+    if column is not None:
+        if this.table is None:
+            raise Refused(422, f"column: got {shown(column)}, but this side has no table")
+        cells = this.table.groups(column, drawn.rows)
+        counts = Counter(cell for cell in cells if cell is not None)
+        names = sorted(counts, key=lambda name: (-counts[name], name))[:_GROUPS]
+        numbers: dict[str | None, int] = {name: number for number, name in enumerate(names)}
+        answer |= {"groups": names, "group": [numbers.get(cell, -1) for cell in cells]}
+    return answer
+
+
+def summary(snapshot: Snapshot) -> dict[str, object]:
+    """Sizes and names of a model."""
+    facts, tables = snapshot.index_facts, {"left": snapshot.left.table, "right": snapshot.right.table}
+    return {
+        "name": snapshot.name,
+        "left": len(snapshot.left),
+        "right": len(snapshot.right),
+        "names": dict(zip(("left", "right"), snapshot.model.fitted_.names, strict=True)),
+        "pairs": int(snapshot.model.trained_.nnz),
+        "dim": int(snapshot.left.embeddings.shape[1]),
+        "histories": snapshot.takes_histories,
+        "index": facts and {name: getattr(facts, name) for name in ("kind", "k", "recall", "bytes")},
+        "tables": {
+            side: table and {"columns": table.kinds, "title": table.title, "entities": table.joined}
+            for side, table in tables.items()
+        },
+        "notes": snapshot.notes,
+    }
+
+
+def run(snapshot: Snapshot) -> dict[str, object]:
+    """Counts, settings and training history."""
+    model = snapshot.model
+    records = model.history_
+    step = max(1, -(-len(records) // _RECORDS))
+    kept = [*records[:-1:step], records[-1]] if records else []
+    settings = {
+        name: value
+        for name, value in model.with_changes().get_params().items()
+        if name not in ("towers", "verbose") and value is not None and not isinstance(value, np.ndarray)
+    }
+    degrees = {
+        side: [float(np.quantile(snapshot.side(side).degrees, at)) for at in (0.0, 0.25, 0.5, 0.75, 1.0)]
+        for side in ("left", "right")
+    }
+    curves = ("iteration", "seconds", "value", "gradient_norm", "metric")
+    answer = {
+        **summary(snapshot),
+        "model": str(model),
+        "settings": settings,
+        "stopped": getattr(model, "message_", None),
+        "degrees": degrees,
+        "history": {name: [getattr(record, name, None) for record in kept] for name in curves},
+        "metric": settings.get("metric"),
+        "evaluation": snapshot.evaluation,
+    }
+    return plain(answer)  # type: ignore[no-any-return]
+
+
+def _rounded(values: NDArray[np.float32]) -> list[float]:
+    return [float(f"{value:.5g}") for value in values.tolist()]

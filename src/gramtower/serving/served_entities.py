@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ from gramtower._util import checks as check
 from gramtower.data import frames
 from gramtower.data.ids import Ids, Key, as_known, id_series, is_of_other_type, join
 from gramtower.data.tables import infer_kinds
-from gramtower.serving.refusals import Refused, shown
+from gramtower.serving.messages import Refused, shown
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
@@ -53,8 +53,7 @@ class RowIndex(Mapping[Key, int]):
             yield from self._ids[start : start + 4096].tolist()
 
     def __getitem__(self, key: Key) -> int:
-        row = self.row(key)
-        if row < 0:
+        if (row := self.row(key)) < 0:
             raise KeyError(key)
         return row
 
@@ -113,11 +112,7 @@ class EntityTable:
 
     @cached_property
     def titles(self) -> list[str | None] | None:
-        """The title of each entity, None for entities without one; None if there is no column of titles."""
-        if self.title is None:
-            return None
-        texts = self._texts(self.title).to_list()
-        return [texts[row] if row >= 0 else None for row in self._rows.tolist()]
+        return None if self.title is None else _taken(self._texts(self.title), self._rows)
 
     def cells(self, entities: Rows, columns: list[str] | None = None) -> list[dict[str, object]]:
         """The cells of each entity by column; empty for entities that are not in the table."""
@@ -128,19 +123,17 @@ class EntityTable:
 
     def matching(self, wanted: Mapping[str, object]) -> Rows:
         """The entities that match a filter, increasing."""
-        every: Rows | None = None
-        for column, value in wanted.items():
-            rows = self._of_column(self._column(column), value)
-            every = rows if every is None else np.intersect1d(every, rows, assume_unique=True)
-        return np.arange(len(self._rows)) if every is None else every
+        found = [self._of_column(self._column(column), value) for column, value in wanted.items()]
+        if not found:
+            return np.arange(len(self._rows))
+        return reduce(partial(np.intersect1d, assume_unique=True), found)
 
     def groups(self, column: str, entities: Rows) -> list[str | None]:
         """The value of a column for each entity, the first element of a list, for colours."""
         texts = self._texts(self._column(column))
         if self.kinds[column] == "list":
             texts = texts.str.split(self._separator).list.first()
-        cells = texts.to_list()
-        return [cells[row] if row >= 0 else None for row in self._rows[entities].tolist()]
+        return _taken(texts, self._rows[entities])
 
     def _column(self, column: str) -> str:
         if column not in self.kinds:
@@ -195,6 +188,11 @@ class EntityTable:
         if isinstance(cells.dtype, pl.List):
             return cells.cast(pl.List(pl.String)).list.join(self._separator)
         return cells.cast(pl.String, strict=False)
+
+
+def _taken(cells: Series, rows: Rows) -> list[str | None]:
+    values = cells.to_list()
+    return [values[row] if row >= 0 else None for row in rows.tolist()]
 
 
 def _numbers(column: Series) -> Series:
@@ -254,6 +252,11 @@ class Entities:
     def __len__(self) -> int:
         return len(self.embeddings)
 
+    @property
+    def titles(self) -> list[str | None] | None:
+        """The title of each entity, None for entities without one; None if there is no column of titles."""
+        return None if self.table is None else self.table.titles
+
     def row(self, key: Key) -> int:
         """The row of an id, −1 if it is unknown."""
         if self.index is not None:
@@ -304,10 +307,9 @@ class Entities:
     def _texts(self) -> tuple[str, list[int]]:
         """Ids and titles, one per line, in lower case; and the position of each entity."""
         ids = range(len(self)) if self.ids is None else self.ids.tolist()
-        titles = None if self.table is None else self.table.titles
         parts, starts, at = [], [], 0
         for row, key in enumerate(ids):
-            title = None if titles is None else titles[row]
+            title = None if self.titles is None else self.titles[row]
             names = (key,) if title is None or title == key else (key, title)
             line = "".join("\n" + str(name).replace("\n", " ").casefold() for name in names)
             parts.append(line)

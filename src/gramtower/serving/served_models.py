@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gramtower._util import checks as check
-from gramtower.serving.refusals import Refused, shown
+from gramtower.serving.messages import Refused, shown
 from gramtower.serving.snapshot import Snapshot, Source
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

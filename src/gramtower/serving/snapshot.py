@@ -33,7 +33,7 @@ from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.side import Side, described
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, index_path, read_index
-from gramtower.serving.refusals import Refused
+from gramtower.serving.messages import Refused
 from gramtower.serving.served_entities import Entities, EntityTable, Map
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Source:
     def stamp(self) -> Stamp:
         """A value that changes when the model, its index, or one of its files is replaced."""
         found: list[tuple[int, int, int] | None] = []
-        model = self.path if self.kept is None else self.kept
+        model = self.kept or self.path
         for path in (model, index_path(model), *self.files):
             try:
                 state = path.stat()
@@ -100,7 +100,7 @@ class Snapshot:
         self.source, self.name, self.notes, self.maps = source, source.name, list[str](), dict[str, Map]()
         self._units = dict[str, Tensor]()
         check.choice("index", source.index, INDEXES)
-        self._path = source.path if source.kept is None else source.kept
+        self._path = source.kept or source.path
         self.stamp, self.loaded = source.stamp(), time.time()
         self.model = load(self._path, mapped=True) if source.mapped else _private(self._path)
         if source.mapped:  # pages that only the checksums needed: few left rows are used at a time
@@ -118,9 +118,7 @@ class Snapshot:
             Entities(side, one.ids, one.embeddings, counts[side].astype(np.int64), self._table(side, one), name)
             for side, one, name in sides
         )
-        self.index: Index | None = None
-        self.index_facts: Facts | None = None
-        self._open_index()
+        self.index, self.index_facts = self._open_index()
         self.evaluation: dict[str, float] | None = None
         if source.test is not None:
             self.evaluation = dict(self.model.evaluate(source.test(), by="popularity"))
@@ -152,18 +150,18 @@ class Snapshot:
         wanted: Mapping[str, object] | None = None,
     ) -> Query:
         """The query of model.recommend, which can be batched with others."""
-        none = np.empty(0, np.int64)
         if left is not None:
             rows = self.left.rows(left)
             embeddings = self.left.embeddings[torch.from_numpy(rows)]
-            excluded = [self.history(row) for row in rows.tolist()] if exclude_seen else [none] * len(rows)
+            seen: sp.csr_matrix | None = self.seen
         else:
             matrix = None if histories is None else self._histories(histories)
             embeddings = self.embed_new("left", left_features, matrix)
-            excluded = [none] * len(embeddings)
+            rows = np.arange(len(embeddings))
             seen = self._seen_by_described(left_features, matrix) if exclude_seen else None
-            if seen is not None:
-                excluded = [seen.indices[a:b] for a, b in zip(seen.indptr[:-1], seen.indptr[1:], strict=True)]
+        excluded = [np.empty(0, np.int64)] * len(rows)
+        if exclude_seen and seen is not None:
+            excluded = [seen.indices[seen.indptr[row] : seen.indptr[row + 1]] for row in rows]
         allowed, unknown_allowed = (None, 0) if allow is None else self.right.known_rows(allow)
         among, key = self._among(allow, allowed, wanted)
         denied, unknown_denied = self.right.known_rows(deny or ())
@@ -239,11 +237,6 @@ class Snapshot:
     def _explainer(self) -> Explainer:
         return Explainer(self.model, self.model.fitted_)
 
-    def history(self, row: int) -> Rows:
-        """Right entities that the lists of a left entity leave out, increasing."""
-        columns: Rows = self.seen.indices[self.seen.indptr[row] : self.seen.indptr[row + 1]]
-        return columns
-
     def observed_with(self, side: str, row: int, most: int) -> Rows:
         """Up to ``most`` entities of the other side that an entity was observed with, increasing."""
         pairs = self.observed
@@ -299,21 +292,22 @@ class Snapshot:
             return None
         return EntityTable(source.name, source.read(), source.id, one.ids, len(one.embeddings), source.title)
 
-    def _open_index(self) -> None:
+    def _open_index(self) -> tuple[Index | None, Facts | None]:
         wanted, path = self.source.index, index_path(self._path)
         if wanted == "exact" or (wanted == "auto" and not path.exists()):
-            return
+            return None, None
         if not path.exists():
             check.fail("index", f"{wanted!r}, and there is no {path}", f"one made by: gramtower index --kind {wanted}")
         try:
-            self.index, self.index_facts = read_index(path, digest(self.right.ids, self.right.embeddings))
-            if wanted not in ("auto", self.index_facts.kind):
-                check.fail("index", f"{path} of kind {self.index_facts.kind}", f"kind {wanted}")
+            index, facts = read_index(path, digest(self.right.ids, self.right.embeddings))
+            if wanted not in ("auto", facts.kind):
+                check.fail("index", f"{path} of kind {facts.kind}", f"kind {wanted}")
         except ValueError as error:
             if wanted != "auto":
                 raise
-            self.index, self.index_facts = None, None
             self.notes.append(f"answers exactly, without the index: {error}")
+            return None, None
+        return index, facts
 
 
 def _refused(error: ValueError, name: str) -> Refused:

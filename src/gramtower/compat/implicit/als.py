@@ -3,10 +3,17 @@
     - from implicit.als import AlternatingLeastSquares
     + from gramtower.compat.implicit.als import AlternatingLeastSquares
 
-The objective (objective.py) is exactly that of implicit. It is minimised over both sides at once by preconditioned
-Gauss-Newton (`newton-kron`) instead of by alternating, and at the end over the users only, so that stored and
-recalculated users agree. Factors differ from implicit's: they are other coordinates, or another minimum, of the same
-objective.
+The objective is exactly that of implicit,
+
+    Σ_O c_ij (t_ij − x_i·y_j)² + Σ_∉O (x_i·y_j)² + λ (‖X‖² + ‖Y‖²)  =  2 L(θ),    c = |α r|,  t = 1 if r > 0 else 0,
+
+as a :class:`gramtower.Problem` with the squared loss ½(t − ŷ)², pair weights c, ω = 1, imputed labels 0, no entity
+weights, and linear towers whose parameters θ = (X, Y) are the factors. A stored entry of 0 has c = 0, so its pair has
+no weight. Cost of a value: O(|O| k + (m + n) k²); a Gauss-Newton product takes about twice that.
+
+It is minimised over both sides at once by preconditioned Gauss-Newton (`newton-kron`) instead of by alternating, and at
+the end over the users only, so that stored and recalculated users agree. Factors differ from implicit's: they are other
+coordinates, or another minimum, of the same objective.
 
 Factors of single rows while the other side stays fixed have a closed form, in float64:
 
@@ -22,7 +29,7 @@ import inspect
 import warnings
 import zipfile
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -30,19 +37,25 @@ import numpy as np
 import scipy.linalg
 import scipy.sparse as sp
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.files import replacing
 from gramtower._util.host import free_memory, readable
-from gramtower.compat.implicit import base, objective
-from gramtower.compat.implicit.base import Callback, Factors, Recommender, RowsLike, Seed
-from gramtower.compat.implicit.objective import calculate_loss as calculate_loss
+from gramtower.compat.implicit import base
+from gramtower.compat.implicit.base import Callback, Factors, Recommender, RowsLike, Seed, check_csr
 from gramtower.data.matrices import SparseMatrix
-from gramtower.engine.objective.problem import Point
-from gramtower.training.result import Record
+from gramtower.engine.objective.problem import Point, Problem
+from gramtower.engine.towers.mlp import mlp_towers
+from gramtower.engine.towers.towers import Towers
+from gramtower.optim.solvers import NewtonKron
+from gramtower.training.loop import minimize
+from gramtower.training.result import Reason, Record
 
 Array = NDArray[np.float64]
+_NEWTON = NewtonKron(memory=0)  # an iteration costs about one of alternating least squares
+_EXACTLY = NewtonKron(memory=0, damping=0.0, cg_steps=40, cg_tolerance=1e-6, cg_progress=1e-9)
+_WENT_WELL = (Reason.MAX_ITERATIONS, Reason.NO_DECREASE, Reason.TOLERANCE)
 
 
 class AlternatingLeastSquares(Recommender):
@@ -82,9 +95,7 @@ class AlternatingLeastSquares(Recommender):
         num_threads: int = 0,
         random_state: Seed = None,
     ) -> None:
-        base.warn_of_ignored(
-            {"use_native": (use_native, True), "use_cg": (use_cg, True), "num_threads": (num_threads, 0)}
-        )
+        base.warn_of_ignored(use_native=(use_native, True), use_cg=(use_cg, True), num_threads=(num_threads, 0))
         self.factors = check.count("factors", factors)
         self.regularization = check.number("regularization", regularization, minimum=0.0)
         self.alpha = check.number("alpha", alpha, above=0.0)
@@ -109,13 +120,11 @@ class AlternatingLeastSquares(Recommender):
                 ``calculate_training_loss``).
         """
         device, seed = base.as_device(self.use_gpu), base.as_seed(self.random_state)
-        confident = objective.confidences("user_items", base.check_csr("user_items", user_items), self.alpha)
-        problem = objective.make_problem(confident, self.regularization)
+        confident = confidences("user_items", check_csr("user_items", user_items), self.alpha)
+        problem = make_problem(confident, self.regularization)
         dtype = torch.float64 if self.dtype == np.float64 else torch.float32
-        towers = objective.factor_towers(problem, self.user_factors, self.item_factors, self.factors, seed, dtype).to(
-            device
-        )
-        weight, before = objective.total_weight(confident), 0.0
+        towers = factor_towers(problem, self.user_factors, self.item_factors, self.factors, seed, dtype).to(device)
+        weight, before = total_weight(confident), 0.0
 
         def report(record: Record, _: Point) -> None:
             nonlocal before
@@ -124,7 +133,7 @@ class AlternatingLeastSquares(Recommender):
                 callback(record.iteration - 1, record.seconds - before, loss)
             before = record.seconds
 
-        objective.minimize_factors(problem, towers, self.iterations, report, check.flag("show_progress", show_progress))
+        minimize_factors(problem, towers, self.iterations, report, check.flag("show_progress", show_progress))
         liked = confident.data > 0
         tables = [next(tower.parameters()).detach().cpu().numpy().copy() for tower in (towers.left, towers.right)]
         for table, entries in zip(tables, (confident.tocoo().row, confident.indices), strict=True):
@@ -173,29 +182,38 @@ class AlternatingLeastSquares(Recommender):
             The score, the N liked items with the largest contributions, and the user's weights.
         """
         Y = self._factors("right")
-        matrix = base.check_csr("user_items", user_items, len(Y))
+        matrix = check_csr("user_items", user_items, len(Y))
         (user,) = base.known_rows("userid", base.row_numbers("userid", [userid]), matrix.shape[0])
         (item,) = base.known_rows("itemid", base.row_numbers("itemid", [itemid]), len(Y))
         if user_weights is not None and np.shape(user_weights) != (self.factors, self.factors):
             given = f"shape {np.shape(user_weights)}"
             check.fail("user_weights", given, f"the weights that explain returned, {self.factors} × {self.factors}")
-        confident = objective.confidences("user_items", matrix, self.alpha)
-        liked, added, weights = explained(confident, user, Y, self.regularization, item, user_weights)
+        confident = confidences("user_items", matrix[user], self.alpha)
+        Y = Y.astype(np.float64)
+        if user_weights is None:
+            user_weights = scipy.linalg.pinvh(_equations(confident, 0, Y, Y.T @ Y, self.regularization)[0])
+        liked, c = confident.indices[confident.data > 0], confident.data[confident.data > 0]
+        added = (Y[liked] @ (user_weights @ Y[item])) * c  # y_itemᵀ A⁻¹ y_j c_j
         most = np.argsort(-added, kind="stable")[: check.count("N", N)]
-        return float(added.sum()), [(int(liked[j]), float(added[j])) for j in most], weights
+        return float(added.sum()), [(int(liked[j]), float(added[j])) for j in most], user_weights
 
     def save(self, fileobj_or_path: str | Path | IO[bytes]) -> None:
         """Write an .npz file that :meth:`load` and implicit can read; a generator as random_state is not saved."""
         kept = {name: value for name, value in vars(self).items() if value is not None and not name.startswith("_")}
         if not isinstance(self.random_state, (int, np.integer)):
             kept.pop("random_state", None)
-        write_npz(fileobj_or_path, kept | {"dtype": self.dtype.name})
+        kept["dtype"] = self.dtype.name
+        if hasattr(fileobj_or_path, "write"):
+            np.savez(fileobj_or_path, **kept)
+            return
+        with replacing(_with_suffix(fileobj_or_path)) as partial, partial.open("wb") as opened:
+            np.savez(opened, **kept)
 
     @classmethod
     def load(cls, fileobj_or_path: str | Path | IO[bytes]) -> Self:
         """Read a file of :meth:`save` or of implicit's ALS on the CPU; nothing is unpickled."""
         settings = inspect.signature(cls).parameters
-        found = read_npz(fileobj_or_path, [*settings, "user_factors", "item_factors", "cg_steps"])
+        found = _read_npz(fileobj_or_path, [*settings, "user_factors", "item_factors", "cg_steps"])
         found.pop("cg_steps", None)  # a setting of implicit only
         tables = [found.pop(name, None) for name in ("user_factors", "item_factors")]
         with warnings.catch_warnings():
@@ -219,13 +237,11 @@ class AlternatingLeastSquares(Recommender):
 
     def _recalculated(self, kind: str, which: RowsLike, matrix: SparseMatrix, others: Factors) -> Factors:
         name = "user_items" if kind == "user" else "item_users"
-        given = base.check_csr(name, matrix, len(others))
+        given = check_csr(name, matrix, len(others))
         count = len(base.row_numbers(f"{kind}id", which))
         if given.shape[0] != count:
             raise ValueError(f"{name} must contain 1 row for every {kind} in {kind}ids")
-        rows = solve_rows(objective.confidences(name, given, self.alpha), others, self.regularization).astype(
-            self.dtype
-        )
+        rows = solve_rows(confidences(name, given, self.alpha), others, self.regularization).astype(self.dtype)
         return np.asarray(rows[0] if np.isscalar(which) else rows)
 
     def _replaced(self, kind: str, which: RowsLike, rows: Factors, side: str) -> Factors:
@@ -255,6 +271,88 @@ def _as_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     return np.dtype(found)
 
 
+def confidences(name: str, matrix: sp.csr_matrix, alpha: float = 1.0) -> sp.csr_matrix:
+    """The entries times α, in float64."""
+    scaled = alpha * matrix.data.astype(np.float64)
+    check.finite(f"alpha · {name}", scaled)
+    return sp.csr_matrix((scaled, matrix.indices, matrix.indptr), shape=matrix.shape)
+
+
+def make_problem(confident: sp.csr_matrix, regularization: float) -> Problem:
+    """The problem with half of implicit's objective."""
+    if 0 in confident.shape:
+        check.fail("user_items", f"shape {confident.shape}", "at least one user and one item")
+    labels = (confident.data > 0).astype(np.float64)
+    pairs = sp.csr_matrix((labels, confident.indices, confident.indptr), shape=confident.shape)
+    weights = np.abs(confident.data)
+    return Problem(pairs, loss="squared", omega=1.0, l2=regularization, imputed=0.0, pair_weights=weights)
+
+
+def total_weight(confident: sp.csr_matrix) -> float:
+    """The sum of the weights of all m·n pairs, by which implicit divides its loss."""
+    m, n = confident.shape
+    return float(np.abs(confident.data).sum() + m * n - confident.nnz)
+
+
+def factor_towers(
+    problem: Problem, X: Factors | None, Y: Factors | None, factors: int, seed: int, dtype: torch.dtype
+) -> Towers:
+    """Linear towers whose parameters are the factors; factors that are None are random."""
+    towers = mlp_towers(problem, hidden=(), dim=factors, seed=seed, dtype=dtype)
+    with torch.no_grad():
+        for tower, given in ((towers.left, X), (towers.right, Y)):
+            (table,) = tower.parameters()
+            if given is not None:
+                if given.shape != tuple(table.shape):
+                    expected = f"shape {tuple(table.shape)}, from the matrix and factors"
+                    check.fail("factors", f"shape {given.shape}", f"{expected}; use a new model for other data")
+                table.copy_(torch.from_numpy(np.ascontiguousarray(given)))
+    return towers
+
+
+def minimize_factors(
+    problem: Problem, towers: Towers, iterations: int, report: Callable[[Record, Point], None], verbose: bool
+) -> None:
+    """Minimise over both sides together, then over the users with the items fixed.
+
+    The second problem is quadratic and its rows are independent: one Newton step without damping solves it.
+    """
+    result = minimize(problem, towers, _NEWTON, iterations, callbacks=[report], tolerance=0.0, verbose=verbose)
+    if iterations and result.reason in _WENT_WELL:
+        towers.right.requires_grad_(False)
+        try:
+            result = minimize(problem, Towers(towers.left, towers.right), _EXACTLY, max_iterations=1, tolerance=0.0)
+        finally:
+            towers.right.requires_grad_(True)
+    if result.reason is Reason.NON_FINITE:
+        given = f"NaN or infinite numbers: {', '.join(result.non_finite)}"
+        check.fail("fit", given, "confidences whose objective is finite: a smaller alpha")
+
+
+def calculate_loss(Cui: SparseMatrix, X: ArrayLike, Y: ArrayLike, regularization: float, num_threads: int = 0) -> float:
+    """implicit's training loss: the objective divided by the sum of the weights of all pairs.
+
+    implicit's own function adds the weights of dislikes to the objective, a constant that is left out here.
+
+    Args:
+        Cui: confidences, users × items.
+        X: factors of the users.
+        Y: factors of the items.
+        regularization: λ.
+        num_threads: has no effect.
+    """
+    confident = confidences("Cui", check_csr("Cui", Cui))
+    tables = [check.as_float_array(name, value) for name, value in (("X", X), ("Y", Y))]
+    for name, table in zip(("X", "Y"), tables, strict=True):
+        if table.ndim != 2 or 0 in table.shape:
+            check.fail(name, f"shape {table.shape}", "a matrix with one row of factors for each entity")
+        check.finite(name, table)
+    dtype = torch.float64 if any(table.dtype == np.float64 for table in tables) else torch.float32
+    problem = make_problem(confident, check.number("regularization", regularization, minimum=0.0))
+    towers = factor_towers(problem, tables[0], tables[1], tables[0].shape[1], 0, dtype)
+    return 2.0 * problem.at(towers).value / total_weight(confident)
+
+
 def solve_rows(confident: sp.csr_matrix, factors: Factors, regularization: float) -> Array:
     """The optimal factors of each row of confidences, given those of its columns."""
     Y = factors.astype(np.float64)
@@ -271,49 +369,19 @@ def solve_rows(confident: sp.csr_matrix, factors: Factors, regularization: float
     return found
 
 
-def explained(
-    confident: sp.csr_matrix, row: int, factors: Factors, regularization: float, column: int, weights: Factors | None
-) -> tuple[NDArray[np.int64], Array, Array]:
-    """The score of a row and a column as a sum over the row's liked columns: y_columnᵀ A⁻¹ y_j c_j.
-
-    Returns:
-        The liked columns, the contribution of each, and A⁻¹, which may be passed as ``weights`` later.
-    """
-    Y = factors.astype(np.float64)
-    if weights is None:
-        A, _ = _equations(confident, row, Y, Y.T @ Y, regularization)
-        weights = scipy.linalg.pinvh(A)
-    columns, c = _row(confident, row)
-    liked, c = columns[c > 0], c[c > 0]
-    return liked, (Y[liked] @ (weights @ Y[column])) * c, weights
-
-
-def _row(matrix: sp.csr_matrix, row: int) -> tuple[NDArray[np.int64], Array]:
-    part = slice(matrix.indptr[row], matrix.indptr[row + 1])
-    return matrix.indices[part], matrix.data[part]
-
-
 def _equations(
     confident: sp.csr_matrix, row: int, Y: Array, gramian: Array, regularization: float
 ) -> tuple[Array, Array]:
-    columns, c = _row(confident, row)
-    own = Y[columns]
+    """A and b of one row of confidences."""
+    part = slice(confident.indptr[row], confident.indptr[row + 1])
+    own, c = Y[confident.indices[part]], confident.data[part]
     A = gramian + (own.T * (np.abs(c) - 1.0)) @ own
     A[np.diag_indices_from(A)] += regularization
     return A, own.T @ np.maximum(c, 0.0)
 
 
-def write_npz(file: str | Path | IO[bytes], values: dict[str, Any]) -> None:
-    """Write named numbers, text and arrays to an open file, or to a path, which gets the suffix .npz."""
-    if hasattr(file, "write"):
-        np.savez(file, **values)
-        return
-    with replacing(_with_suffix(file)) as partial, partial.open("wb") as opened:
-        np.savez(opened, **values)
-
-
-def read_npz(file: str | Path | IO[bytes], names: Collection[str]) -> dict[str, Any]:
-    """Read a file of :func:`write_npz` that has some of these names; scalars become Python values."""
+def _read_npz(file: str | Path | IO[bytes], names: Collection[str]) -> dict[str, Any]:
+    """Read a file that has some of these names; scalars become Python values."""
     source = file if hasattr(file, "read") else _with_suffix(file)
     try:
         content = np.load(source, allow_pickle=False)

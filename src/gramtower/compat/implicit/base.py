@@ -38,7 +38,7 @@ def warn_of_conversion(message: str) -> None:
     warnings.warn(message, theirs, stacklevel=4)
 
 
-def warn_of_ignored(given: dict[str, tuple[object, object]]) -> None:
+def warn_of_ignored(**given: tuple[object, object]) -> None:
     """Warn about arguments without effect that were given another value than the default."""
     ignored = [f"{name}={value!r}" for name, (value, usual) in given.items() if value != usual]
     if ignored:
@@ -64,9 +64,7 @@ def check_csr(name: str, matrix: SparseMatrix, columns: int | None = None) -> sp
 
 def row_numbers(name: str, value: RowsLike) -> NDArray[np.int64]:
     """One row number or several, as an array."""
-    return np.array(
-        [check.count(name, row, minimum=-_FAR, most=_FAR) for row in check.ids(name, value)], dtype=np.int64
-    )
+    return np.array([check.count(name, row, minimum=-_FAR, most=_FAR) for row in check.ids(name, value)], np.int64)
 
 
 def known_rows(name: str, rows: NDArray[np.int64], count: int) -> NDArray[np.int64]:

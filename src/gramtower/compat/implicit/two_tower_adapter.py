@@ -19,16 +19,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from gramtower._util import checks as check
-from gramtower.compat.implicit.base import (
-    Callback,
-    Factors,
-    Recommender,
-    RowsLike,
-    Seed,
-    as_seed,
-    check_csr,
-    warn_of_ignored,
-)
+from gramtower.compat.implicit import base
+from gramtower.compat.implicit.base import Callback, Factors, Recommender, RowsLike, Seed
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix
 from gramtower.model.settings import given
@@ -74,8 +66,9 @@ class TwoTower(Recommender):
         **options: Any,
     ) -> None:
         usual = dtype if dtype in (np.float32, "float32", np.dtype(np.float32)) else np.float32
-        ignored = {"dtype": (dtype, usual), "use_native": (use_native, True), "use_cg": (use_cg, True)}
-        warn_of_ignored(ignored | {"num_threads": (num_threads, 0)})
+        base.warn_of_ignored(
+            dtype=(dtype, usual), use_native=(use_native, True), use_cg=(use_cg, True), num_threads=(num_threads, 0)
+        )
         if regularization is not None:
             options["l2"] = regularization
         self.use_gpu = None if use_gpu is None else check.flag("use_gpu", use_gpu)
@@ -84,7 +77,7 @@ class TwoTower(Recommender):
         self.factors, self.iterations, self.history = factors, iterations, history
         self.alpha = check.number("alpha", alpha, above=0.0)
         self.calculate_training_loss = check.flag("calculate_training_loss", calculate_training_loss)
-        self.model = Estimator(dim=factors, max_iterations=iterations, seed=as_seed(random_state), **options)
+        self.model = Estimator(dim=factors, max_iterations=iterations, seed=base.as_seed(random_state), **options)
 
     @property
     def user_factors(self) -> NDArray[np.float32]:
@@ -167,7 +160,7 @@ class TwoTower(Recommender):
 
     def _pairs(self, user_items: SparseMatrix) -> Interactions | SparseMatrix:
         """Labels ±1 by the signs of entries, and weights by their absolute values unless all are 1."""
-        matrix = Interactions.from_matrix(check_csr("user_items", user_items)).matrix
+        matrix = Interactions.from_matrix(base.check_csr("user_items", user_items)).matrix
         matrix.eliminate_zeros()
         weights = np.abs(matrix.data) * np.float32(self.alpha)
         check.finite("alpha · user_items", weights)
