@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from gramtower._util import checks as check
+from gramtower._util.checks import install_line
 from gramtower._util.files import replacing
-from gramtower._util.optional import install_line
 from gramtower.data.datasets import packages
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import held_out

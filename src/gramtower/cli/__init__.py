@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gramtower._util.optional import need
+from gramtower._util.checks import need
 from gramtower.cli.process import interrupt_on_sigterm, interruption, leave, prepare_streams
 
 

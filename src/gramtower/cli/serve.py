@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from gramtower._util import checks as check
-from gramtower._util.optional import missing
+from gramtower._util.checks import missing
 from gramtower.cli.options import Common, Settings, Switch, Texts, read_config
 from gramtower.cli.output import print_json
 from gramtower.cli.process import was_terminated

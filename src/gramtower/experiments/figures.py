@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gramtower._util.checks import need
 from gramtower._util.files import replacing
-from gramtower._util.optional import need
 from gramtower.experiments.comparison import Comparison, MethodRun, lowest_value, relative_difference
 from gramtower.training.result import Record
 

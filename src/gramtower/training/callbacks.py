@@ -25,7 +25,7 @@ import numpy as np
 
 from gramtower._util import checks as check
 from gramtower._util import html
-from gramtower._util.optional import need
+from gramtower._util.checks import need
 from gramtower.engine.objective.point import Point
 from gramtower.training.result import Record, Result
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import gramtower._util.torch_runtime  # noqa: F401  # registers its fork handler
 from gramtower._util import checks as check
-from gramtower._util.optional import install_line
+from gramtower._util.checks import install_line
 from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels.activations import Activation
 from gramtower.engine.kernels.layout import Order
