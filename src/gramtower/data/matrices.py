@@ -15,7 +15,7 @@ import scipy.sparse as sp
 from numpy.typing import ArrayLike, NDArray
 
 from gramtower._util import checks as check
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import parallel_for
 from gramtower.data.ids import Ids, index_of, join
 
 SparseMatrix: TypeAlias = sp.spmatrix | sp.sparray

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from gramtower._util import checks as check
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import parallel_for
 from gramtower.distributed.group import Group
 
 _CHUNK = 1 << 16  # entries at a time, so that what numpy makes of them on the way stays in cache

@@ -22,8 +22,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gramtower._util.host import Vectors
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import Vectors, parallel_for
 from gramtower.engine.objective.point import Point
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.row_steps import row_step, solves_rows

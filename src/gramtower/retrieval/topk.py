@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.torch_runtime import pool
+from gramtower._util.host import pool
 from gramtower.data.matrices import SparseMatrix, canonical
 from gramtower.retrieval.scores import EmbeddingsLike, embeddings, score_blocks
 

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from gramtower._util import host
 from gramtower._util.files import take_lock
+from gramtower._util.host import parallel_for
 from gramtower._util.schema import build
-from gramtower._util.torch_runtime import parallel_for
 from gramtower.data.features import Features
 from gramtower.distributed import shard_files
 from gramtower.distributed.agreement import Digest

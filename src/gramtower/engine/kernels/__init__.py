@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor
 
-import gramtower._util.torch_runtime  # noqa: F401  # registers its fork handler
+import gramtower._util.host  # noqa: F401  # registers its fork handler
 from gramtower._util import checks as check
 from gramtower._util.checks import install_line
 from gramtower.data.pairs import Pairs
