@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from gramtower._util import checks as check
-from gramtower._util.files import plain, remove_left_overs, write_json
-from gramtower._util.schema import build
+from gramtower._util.files import build, plain, remove_left_overs, write_json
 from gramtower._util.tensors import digest_of
 
 if TYPE_CHECKING:

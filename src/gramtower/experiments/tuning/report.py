@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gramtower._util import html
 from gramtower._util.checks import config_hidden
-from gramtower._util.files import config_text, plain, write_text
-from gramtower._util.schema import build
+from gramtower._util.files import build, config_text, plain, write_text
 from gramtower.experiments.figures import search_figure
 from gramtower.experiments.page import circumstances, drawn, table
 from gramtower.experiments.tuning.space import Value
