@@ -1,19 +1,24 @@
-"""What commands print: JSON for programs, tables for people; progress goes to standard error."""
+"""What commands print: JSON for programs, tables for people; progress goes to standard error.
+
+A stream may be closed, or unable to encode a character; :func:`prepare_streams` makes all of them usable.
+"""
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
 import re
 import shutil
 import sys
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gramtower._util.checks import LeftOutWarning
 from gramtower._util.files import plain
-from gramtower.cli.process import showable, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,3 +122,64 @@ def show_warning(message: Warning | str, category: type[Warning], filename: str,
     ours = issubclass(category, LeftOutWarning) or Path(filename).is_relative_to(_ROOT)
     if ours and os.environ.get("RANK", "0") == "0":  # of several processes the first
         note(f"warning: {' '.join(str(message).split())}")
+
+
+_PLAIN = {"×": "x", "✓": "*", "−": "-", "–": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="}
+_HANDLER = "gramtower"
+
+
+def prepare_streams() -> None:
+    """Make standard input, output and error usable whatever the caller handed down.
+
+    A closed one (``>&-``) is opened on the null device: the next file opened would otherwise take its number, and be
+    written to by every message. Characters that the terminal's encoding lacks are written plainly, or as escapes.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_HANDLER)
+
+
+def showable(text: str) -> str:
+    """A text as standard output can show it."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, _HANDLER).decode(encoding)
+
+
+def visible(text: str) -> str:
+    """A text whose control characters, which a terminal might obey, are escaped."""
+    return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+
+
+def abandon_output() -> None:
+    """Redirect standard output to the null device once its reader has gone, so that the final flush does not fail."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):  # not a file of the system
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+def _substitute(error: UnicodeError) -> tuple[str, int]:
+    """What an encoder writes for characters that it does not have."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    places = range(error.start, error.end)
+    escaped = codecs.lookup_error("backslashreplace")
+    parts = []
+    for place in places:
+        character = error.object[place]
+        one = UnicodeEncodeError(error.encoding, error.object, place, place + 1, error.reason)
+        parts.append(_PLAIN.get(character) or str(escaped(one)[0]))
+    return "".join(parts), error.end
+
+
+codecs.register_error(_HANDLER, _substitute)

@@ -1,11 +1,12 @@
-"""The program ``gramtower``: its commands, and one place where errors become a line and an exit code.
+"""The program ``gramtower``: its commands, and one place where errors and signals become a line and an exit code.
 
 A command's module is imported when it is asked for: the list of commands, ``--version`` and misspelt commands need
-neither torch nor what commands are made of (tests/test_imports.py).
+neither torch nor what commands are made of (tests/test_imports.py). cyclopts is imported after :func:`main` has found
+that it is installed.
 
 Exit codes: 0 success; 1 the run failed; 2 bad input, which means a ``ValueError`` or a file that is missing or
-unusable; 130 interrupted by Ctrl-C; 143 by SIGTERM. Any other exception is an internal error, which the user is asked
-to report.
+unusable; 130 interrupted by Ctrl-C; 143 by SIGTERM, which Kubernetes, Slurm and spot machines send. Any other exception
+is an internal error, which the user is asked to report.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -21,16 +23,66 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-
-from cyclopts import App, CycloptsError, MissingArgumentError
+from typing import TYPE_CHECKING, NoReturn
 
 from gramtower._util import checks as check
-from gramtower._util.checks import LeftOutWarning
-from gramtower.cli.output import help_console, note, show_warning
-from gramtower.cli.process import abandon_output, interruption, visible
+from gramtower._util.checks import LeftOutWarning, need
+from gramtower.cli.output import abandon_output, help_console, note, prepare_streams, show_warning, visible
+from gramtower.distributed.launch import started_among_several
+
+if TYPE_CHECKING:
+    from cyclopts import App, CycloptsError
 
 MOST_THREADS = 4096
 LONGEST = 1000  # characters of an error
+_received: list[int] = []  # signals
+
+
+def main() -> None:
+    """Run the command line on the arguments given; exits with 0, 1 (failed), 2 (bad input), 130 or 143 (signals)."""
+    prepare_streams()
+    interrupt_on_sigterm()
+    try:
+        need("cyclopts", "the command line")
+        need("rich", "the command line")
+        code = run(sys.argv[1:])
+    except ImportError as error:
+        code = _say(str(error), 1)
+    except KeyboardInterrupt:  # before a command began, or once more while it ended
+        word, code = interruption()
+        _say(word, code)
+    if started_among_several():
+        # skips the interpreter's shutdown: gloo's threads, still freeing tensors, sometimes abort it (pytorch issue
+        # 190489), and torchrun would count a run as failed whose model is written
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def interrupt_on_sigterm() -> None:
+    """Raise KeyboardInterrupt in the main thread when SIGTERM comes, unless the caller had it ignored.
+
+    Further ones are ignored, so that none of them cuts short what the first began; Ctrl-C still ends the process.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    _received.append(number)
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def was_terminated() -> bool:
+    """Whether SIGTERM has come."""
+    return bool(_received)
+
+
+def interruption() -> tuple[str, int]:
+    """The word for the signal that interrupted the program, and its exit code: 128 and the signal's number."""
+    return ("stopped by SIGTERM", 143) if _received else ("interrupted", 130)
 
 
 COMMANDS = {
@@ -70,6 +122,8 @@ COMMANDS = {
 
 def make_app(*names: str) -> App:
     """Build the app; only the named commands are imported, the others have just a name and a line of help."""
+    from cyclopts import App
+
     made = App(
         name="gramtower",
         help="Two-tower nonlinear embeddings learned from all pairs, observed and unobserved.",
@@ -103,6 +157,8 @@ def run(tokens: Sequence[str]) -> int:
 
 
 def _run(tokens: Sequence[str]) -> int:
+    from cyclopts import CycloptsError
+
     debug = "--debug" in tokens or os.environ.get("GRAMTOWER_DEBUG", "0") not in ("", "0")
     try:
         for token in tokens:
@@ -144,11 +200,12 @@ def _run(tokens: Sequence[str]) -> int:
 
 def _usage_text(error: CycloptsError) -> str:
     """Describe what is wrong with a command line."""
+    from cyclopts import MissingArgumentError
+
     if not isinstance(error, MissingArgumentError) or error.argument is None or not error.command_chain:
         return str(error)
-    command = " ".join(error.command_chain)
     name = error.keyword or error.argument.name
-    return f"{name}: missing value; see gramtower {command} --help"
+    return f"{name}: missing value; see gramtower {' '.join(error.command_chain)} --help"
 
 
 def _is_text(token: str) -> bool:

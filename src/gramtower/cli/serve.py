@@ -11,7 +11,7 @@ from gramtower._util import checks as check
 from gramtower._util.checks import missing
 from gramtower.cli.options import Common, Settings, Switch, Texts, read_config
 from gramtower.cli.output import print_json
-from gramtower.cli.process import was_terminated
+from gramtower.cli.program import was_terminated
 from gramtower.cli.query import options_of_test
 from gramtower.cli.reading import id_column, read_frame, read_pairs
 from gramtower.cli.run_folder import CONFIG, model_file
