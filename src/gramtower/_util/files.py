@@ -188,7 +188,8 @@ def build(where: str, cls: type[T], content: object) -> T:
     """Make an instance of a dataclass from a JSON object: all fields are required, and types are checked."""
     if type(content) is not dict:
         raise ValueError(f"{where}: got {_shown(content)}, expected an object")
-    tests, needed = _fields(cls)
+    kind: Any = cls
+    tests, needed = _fields(kind)
     for name, value in content.items():
         if name not in tests:
             raise ValueError(f"{where}: got a field {name!r}, expected {', '.join(tests)}")

@@ -117,6 +117,10 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
+def silent(text: str) -> None:
+    """Print nothing, in place of :func:`note`."""
+
+
 def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
     """A warning of this library as one line on standard error; those of other packages are not for its users."""
     ours = issubclass(category, LeftOutWarning) or Path(filename).is_relative_to(_ROOT)

@@ -11,10 +11,9 @@ from cyclopts import Parameter
 from gramtower._util import checks as check
 from gramtower.cli.fit_command import features_table
 from gramtower.cli.formats import DataOptions
-from gramtower.cli.options import Common, FitFeatures, ModelOptions, TuneTraining, merge_flags
-from gramtower.cli.output import note, print_facts, print_json, print_table
-from gramtower.cli.reading import read_pairs, tower_features, validation_of
-from gramtower.cli.run_folder import for_writing, held
+from gramtower.cli.options import COMMON, Common, FitFeatures, ModelOptions, TuneTraining, read_config
+from gramtower.cli.output import print_facts, print_json, print_table
+from gramtower.cli.reading import for_writing, held, read_pairs, tower_features, validation_of
 from gramtower.experiments.tuning.report import CONFIG, TABLE, Search, trial_lines
 from gramtower.experiments.tuning.search import tune as search
 from gramtower.experiments.tuning.space import read_space
@@ -28,7 +27,7 @@ def tune(
     path: Annotated[Path | None, Parameter(name="DATA")] = None,
     /,
     *,
-    out: Annotated[Path | None, Parameter(required=True)] = None,
+    out: Path,
     trials: int = 50,
     space: Path | None = None,
     storage: Path | None = None,
@@ -37,7 +36,7 @@ def tune(
     features: FitFeatures | None = None,
     model: ModelOptions | None = None,
     train: TuneTraining | None = None,
-    common: Common | None = None,
+    common: Common = COMMON,
 ) -> int:
     """Choose a model's settings by how well they rank a validation part of the training data.
 
@@ -58,17 +57,10 @@ def tune(
         space: TOML file with a table [space]: names and ranges or values to search; see docs/tuning.md.
         storage: Folder for the log of the search, instead of search in --out.
         config: TOML file, as for fit; settings in it are not searched.
-        data: Data.
-        features: Features; these are one choice, ids only the other.
-        model: Model; settings given here are not searched.
-        train: Training of a trial.
-        common: Output.
     """
-    common = common or Common()
-    settings = merge_flags(config, data, model, train, features)
+    settings = read_config(config).with_flags(data, model, train, features)
     source = settings.source(path)
-    out = for_writing(out)
-    if (out / _OLD).exists():
+    if (for_writing(out) / _OLD).exists():
         check.fail("out", f"{out} with {_OLD}, a search of an earlier version", "a new folder")
     wanted = None if space is None else read_space(space)
     limit, settings.train.time_limit = settings.train.time_limit, None
@@ -76,16 +68,14 @@ def tune(
     metric = settings.train.metric or estimator.metric
     pairs = read_pairs(source, settings.data, loss=estimator.loss)
     validation = validation_of(settings.data)
-    if not common.quiet:
-        note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
-    towers, _ = tower_features(settings, pairs, common.quiet)
+    common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
+    towers, _ = tower_features(settings, pairs, common.note)
     left, right = (None if parts == ["id"] else parts for parts in towers.values())
     tables = {
         "data": {name: value for name, value in asdict(settings.data).items() if name != "validation"},
         "features": features_table(settings.features) | {"history": settings.model.history},
     }
-
-    say = trial_lines((lambda line: None) if common.quiet else note)
+    say = trial_lines(common.note)
 
     def progress(found: Search) -> None:
         found.write(out, tables)
