@@ -158,74 +158,10 @@ _SECONDS, _HELD_OUT = 60.0, "0.1"
 _METHODS = ("gd", "newton", "newton-kron")
 
 
-@dataclass
-class Setup:
-    """The problem that optimizers are compared on."""
-
-    settings: Settings  # the options in force
-    title: str  # title of the page
-    synthetic: str | None  # a notice for generated pairs, None for real ones
-    methods: dict[str, dict[str, Any]]  # options by optimizer; without --optimizers these are the optimizers to run
-    pairs: Interactions  # pairs to learn from
-    held_out: Interactions | None  # pairs for the metric
-
-    def runner(self, out: Path, common: Common) -> tuple[Runner, Request]:
-        """Return the runner of the methods in a folder, and comparison.json without the methods."""
-        arguments = self.settings.estimator_arguments()
-        model = ModelSettings(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
-        features, _ = tower_features(self.settings, self.pairs, common.note)
-        data = prepare_data(model, self.pairs, **features, validation=self.held_out)
-        problem = make_problem(model, data)
-        limit = _SECONDS if model.time_limit is None else model.time_limit
-        iterations = self.settings.train.max_iterations
-        if iterations is not None:
-            check.count("max_iterations", iterations)
-        runner = Runner(
-            problem, lambda: make_towers(model, data, problem), make_validation(model, data),
-            check.number("time_limit", limit, above=0.0), iterations, check.seed(model.seed),
-            out, self.methods, not common.quiet, note,
-        )  # fmt: skip
-        return runner, self._request(runner, model, data)
-
-    def _request(self, runner: Runner, model: ModelSettings, fit_data: FitData) -> Request:
-        problem, data = runner.problem, self.settings.data
-        marks = fingerprint(problem, runner.start(), "", {}, runner.seed, runner.validation)
-        return Request(
-            title=self.title,
-            synthetic=self.synthetic,
-            metric=model.metric,
-            data={
-                "path": None if self.synthetic else data.path,
-                "left": self.pairs.shape[0],
-                "right": self.pairs.shape[1],
-                "pairs": len(self.pairs),
-                "validation": data.validation,
-                "validation_pairs": None if self.held_out is None else len(self.held_out),
-                "fingerprint": {name: marks[name] for name in ("pairs", "features", "validation")},
-            },
-            settings={
-                "problem": {
-                    "loss": problem.loss.name,
-                    **{name: getattr(problem, name) for name in ("precision", "pair_precision", "omega", "l2")},
-                    "imputed": imputed_label(model),
-                    **{name: getattr(problem, name) for name in ("embedding_l2", "frequency_power")},
-                    "left_weights": left_weights(model),
-                    "right_weights": right_weights(model, fit_data),
-                },
-                "towers": {
-                    "features": {"left": fit_data.inputs[0].kind, "right": fit_data.inputs[1].kind},
-                    "hidden": config_hidden(fit_data.hidden),
-                    **{name: getattr(fit_data, name) for name in ("dim", "normalize", "activation")},
-                    "seed": runner.seed,
-                    "device": model.device,
-                },
-                "limits": {"time_limit": runner.time_limit, "max_iterations": runner.max_iterations},
-            },
-        )
-
-
-def make_setup(path: Path | None, config: Path | None, synthetic: bool, *flags: Any) -> Setup:
-    """Read the data and options of a comparison; flags override the file."""
+def make_runner(
+    path: Path | None, config: Path | None, synthetic: bool, out: Path, common: Common, *flags: Any
+) -> tuple[Runner, Request]:
+    """Return the runner of a comparison, and its comparison.json without the optimizers; flags override the file."""
     experiment = load_experiment(config) if config is not None and is_experiment(config) else None
     settings = (read_config(config) if experiment is None else experiment.settings).with_flags(*flags)
     if path is not None:
@@ -249,7 +185,56 @@ def make_setup(path: Path | None, config: Path | None, synthetic: bool, *flags: 
         title = experiment.path.stem if experiment else source.stem if source.is_file() else source.resolve().name
         remark, everything = None, read_pairs(source, settings.data, loss=settings.model.loss or ModelSettings.loss)
     pairs, held_out = held_out_of(everything, settings.data, settings.train.seed or 0, of_all=True)
-    return Setup(settings, title, remark, methods, pairs, held_out)
+
+    arguments = settings.estimator_arguments()
+    model = ModelSettings(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
+    features, _ = tower_features(settings, pairs, common.note)
+    data = prepare_data(model, pairs, **features, validation=held_out)
+    problem = make_problem(model, data)
+    limit = _SECONDS if model.time_limit is None else model.time_limit
+    iterations = settings.train.max_iterations
+    if iterations is not None:
+        check.count("max_iterations", iterations)
+    runner = Runner(
+        problem, lambda: make_towers(model, data, problem), make_validation(model, data),
+        check.number("time_limit", limit, above=0.0), iterations, check.seed(model.seed),
+        out, methods, not common.quiet, note,
+    )  # fmt: skip
+    marks = fingerprint(problem, runner.start(), "", {}, runner.seed, runner.validation)
+    about = {
+        "path": None if remark else settings.data.path,
+        "left": pairs.shape[0],
+        "right": pairs.shape[1],
+        "pairs": len(pairs),
+        "validation": settings.data.validation,
+        "validation_pairs": None if held_out is None else len(held_out),
+        "fingerprint": {name: marks[name] for name in ("pairs", "features", "validation")},
+    }
+    used = _settings_used(runner, model, data)
+    return runner, Request(title=title, synthetic=remark, metric=model.metric, data=about, settings=used)
+
+
+def _settings_used(runner: Runner, model: ModelSettings, data: FitData) -> dict[str, dict[str, Any]]:
+    """Return what comparison.json says about problem, towers and limits."""
+    problem = runner.problem
+    return {
+        "problem": {
+            "loss": problem.loss.name,
+            **{name: getattr(problem, name) for name in ("precision", "pair_precision", "omega", "l2")},
+            "imputed": imputed_label(model),
+            **{name: getattr(problem, name) for name in ("embedding_l2", "frequency_power")},
+            "left_weights": left_weights(model),
+            "right_weights": right_weights(model, data),
+        },
+        "towers": {
+            "features": {"left": data.inputs[0].kind, "right": data.inputs[1].kind},
+            "hidden": config_hidden(data.hidden),
+            **{name: getattr(data, name) for name in ("dim", "normalize", "activation")},
+            "seed": runner.seed,
+            "device": model.device,
+        },
+        "limits": {"time_limit": runner.time_limit, "max_iterations": runner.max_iterations},
+    }
 
 
 def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, dict[str, Any]]:
@@ -304,9 +289,8 @@ def compare(
     """
     for_writing(out)
     asked = None if optimizers is None else _names(optimizers)
-    setup = make_setup(path, config, synthetic, data, model, train, features)
-    names = list(setup.methods) if asked is None else asked
-    runner, request = setup.runner(out, common)
+    runner, request = make_runner(path, config, synthetic, out, common, data, model, train, features)
+    names = list(runner.options) if asked is None else asked
     command = shlex.join(["gramtower", *tokens])
     request = replace(request, methods=names, commands=[command], environment=environment())
     store = store_of(out, "out")

@@ -51,14 +51,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
         table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
     for row in given:
         table.add_row(*(Text(showable(visible(shown(cell)))) for cell in row))
-    _console().print(table)
+    console_of().print(table)
 
 
 def print_facts(facts: Mapping[str, object], title: str | None = None) -> None:
     """Names and values, one a line; long values such as paths are neither cut nor broken."""
     from rich.text import Text
 
-    console = _console()
+    console = console_of()
     width = max(map(len, facts), default=0) + 2
     if title is not None:
         console.print(Text(title))
@@ -75,25 +75,13 @@ def print_answer(as_json: bool, content: Mapping[str, object], facts: Mapping[st
     return 0
 
 
-def _console() -> Console:
-    """Standard output as it is now; in a file or pipe nothing is folded to the width of a terminal."""
-    return _of_width(_columns() if sys.stdout.isatty() else _WIDEST)
-
-
-def help_console() -> Console:
-    """Standard output for help, which is folded in files and pipes too."""
-    return _of_width(_columns())
-
-
-def _columns() -> int:
-    """The terminal's width, or COLUMNS, within reason."""
-    return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
-
-
-def _of_width(columns: int) -> Console:
+def console_of(folded: bool = False) -> Console:
+    """Standard output as it is now; in files and pipes only ``folded`` text is folded to the width of a terminal."""
     from rich.console import Console
 
-    return Console(file=sys.stdout, highlight=False, width=columns, height=100)
+    terminal = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+    width = terminal if folded or sys.stdout.isatty() else _WIDEST
+    return Console(file=sys.stdout, highlight=False, width=width, height=100)
 
 
 def shown(value: object) -> str:
@@ -176,14 +164,8 @@ def _substitute(error: UnicodeError) -> tuple[str, int]:
     """What an encoder writes for characters that it does not have."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    places = range(error.start, error.end)
-    escaped = codecs.lookup_error("backslashreplace")
-    parts = []
-    for place in places:
-        character = error.object[place]
-        one = UnicodeEncodeError(error.encoding, error.object, place, place + 1, error.reason)
-        parts.append(_PLAIN.get(character) or str(escaped(one)[0]))
-    return "".join(parts), error.end
+    missing = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing), error.end
 
 
 codecs.register_error(_HANDLER, _substitute)

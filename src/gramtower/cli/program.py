@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from gramtower._util import checks as check
 from gramtower._util.checks import LeftOutWarning, need
-from gramtower.cli.output import abandon_output, help_console, note, prepare_streams, show_warning, visible
+from gramtower.cli.output import abandon_output, console_of, note, prepare_streams, show_warning, visible
 from gramtower.distributed.launch import started_among_several
 
 if TYPE_CHECKING:
-    from cyclopts import App, CycloptsError
+    from cyclopts import App
 
 MOST_THREADS = 4096
 LONGEST = 1000  # characters of an error
@@ -157,30 +157,21 @@ def run(tokens: Sequence[str]) -> int:
 
 
 def _run(tokens: Sequence[str]) -> int:
-    from cyclopts import CycloptsError
-
     debug = "--debug" in tokens or os.environ.get("GRAMTOWER_DEBUG", "0") not in ("", "0")
     try:
         for token in tokens:
             if not _is_text(token):
                 check.fail("argument", repr(token), "text in UTF-8 without NUL characters")
-        console = help_console()
+        console = console_of(folded=True)
         command, bound, ignored = make_app(*tokens[:1]).parse_args(
             list(tokens), exit_on_error=False, print_error=False, console=console, error_console=console
         )
-    except CycloptsError as error:
-        if debug:
-            traceback.print_exception(error)
-        return _say(_usage_text(error), 2)
-    except Exception as error:
-        return _error(error, debug)
-    threads = getattr(bound.arguments.get("common"), "threads", None)
-    if "tokens" in ignored:
-        bound.arguments["tokens"] = tuple(tokens)
-    try:
+        if "tokens" in ignored:
+            bound.arguments["tokens"] = tuple(tokens)
         with warnings.catch_warnings():
             warnings.simplefilter("always", LeftOutWarning)
             warnings.showwarning = show_warning  # type: ignore[assignment]
+            threads = getattr(bound.arguments.get("common"), "threads", None)
             if threads is not None:
                 import torch  # loaded by the command already
 
@@ -196,16 +187,6 @@ def _run(tokens: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else 1
     except Exception as error:
         return _error(error, debug)
-
-
-def _usage_text(error: CycloptsError) -> str:
-    """Describe what is wrong with a command line."""
-    from cyclopts import MissingArgumentError
-
-    if not isinstance(error, MissingArgumentError) or error.argument is None or not error.command_chain:
-        return str(error)
-    name = error.keyword or error.argument.name
-    return f"{name}: missing value; see gramtower {' '.join(error.command_chain)} --help"
 
 
 def _is_text(token: str) -> bool:
@@ -252,6 +233,13 @@ _MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|una
 
 def error_text(error: BaseException) -> tuple[str, int]:
     """The line and the exit status for an exception."""
+    from cyclopts import CycloptsError, MissingArgumentError
+
+    if isinstance(error, MissingArgumentError) and error.argument is not None and error.command_chain:
+        name, command = error.keyword or error.argument.name, " ".join(error.command_chain)
+        return f"{name}: missing value; see gramtower {command} --help", 2
+    if isinstance(error, CycloptsError):
+        return str(error), 2
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _MEMORY.search(str(error))):
         detail = f": {error}" if str(error) and _ours(error) else "; try a smaller --dim, --hidden or --memory-budget"
         return f"not enough memory{detail}", 1
