@@ -54,10 +54,8 @@ def memory_size() -> int:
     """Total memory of the host in bytes, or the limit of a container or batch job."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _limit_files():
-        try:
+        with suppress(OSError, ValueError):  # no such control, or "max"
             limits.append(int(path.read_text()))
-        except (OSError, ValueError):  # no such control, or "max"
-            continue
     return min(limits)
 
 
@@ -158,9 +156,6 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-_SHARE = 0.5
-
-
 @dataclass(frozen=True)
 class BlockPlan:
     """Rows per block, whether activations are kept between forward, jvp and vjp, and whether outputs are."""
@@ -172,7 +167,7 @@ class BlockPlan:
 
 def default_budget(device: torch.device) -> int:
     """Half of the free memory of a device."""
-    return int(free_memory(device) * _SHARE)
+    return free_memory(device) // 2
 
 
 def free_memory(device: torch.device) -> int:
