@@ -30,7 +30,6 @@ from gramtower._util.checks import config_hidden
 from gramtower._util.files import plain
 from gramtower.cli.formats import DataOptions
 from gramtower.cli.options import (
-    COMMON,
     Common,
     FeatureOptions,
     FitTraining,
@@ -265,7 +264,7 @@ def compare(
     features: FeatureOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
     tokens: Annotated[Sequence[str], Parameter(parse=False)] = (),
 ) -> int:
     """Run several optimizers from the same start, one after the other, and report their convergence over time.

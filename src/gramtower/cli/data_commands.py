@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util.files import is_left_over, replacing, write_json
 from gramtower.cli.formats import DataOptions, ReadOptions
-from gramtower.cli.options import COMMON, Common, number_or_text, read_config
+from gramtower.cli.options import Common, number_or_text, read_config
 from gramtower.cli.output import print_answer, print_json, print_table
 from gramtower.cli.reading import for_writing, held_out_of, read_pairs
 from gramtower.data import frames, splits
@@ -68,7 +68,7 @@ def split(
     seed: int = 0,
     config: Path | None = None,
     data: ReadOptions | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Split pairs into training and test files.
 
@@ -221,7 +221,7 @@ def convert(
     out: Path,
     config: Path | None = None,
     data: ReadOptions | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Convert pairs of any format to a CSV or Parquet table, which is read faster.
 
@@ -306,7 +306,7 @@ def partition(
     seed: int = 0,
     config: Path | None = None,
     data: DataOptions | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Split pairs by left entity into parts of similar size, for a fit by several processes.
 

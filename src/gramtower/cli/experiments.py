@@ -1,4 +1,4 @@
-"""The commands ``gramtower benchmark``, ``gramtower cross-validate`` and ``gramtower report``.
+"""The commands ``gramtower benchmark``, ``cross-validate``, ``tune`` and ``report``.
 
 Finished runs of a benchmark are in its folder as they come, so that the same command continues after a kill.
 ``report`` builds the page of a fit, a search, a comparison or a benchmark; the kind of folder says which.
@@ -20,19 +20,21 @@ from gramtower._util import checks as check
 from gramtower._util.files import write_json, write_text
 from gramtower.cli import reading
 from gramtower.cli.compare import show as show_comparison
+from gramtower.cli.fit_command import features_table
 from gramtower.cli.formats import DataOptions, ReadOptions, guess_format
 from gramtower.cli.options import (
-    COMMON,
     Common,
     FeatureOptions,
+    FitFeatures,
     ModelOptions,
     Settings,
     Switch,
     Texts,
     TrainOptions,
+    TuneTraining,
     read_config,
 )
-from gramtower.cli.output import note, print_answer, print_json, print_table, shown
+from gramtower.cli.output import note, print_answer, print_facts, print_json, print_table, shown
 from gramtower.cli.reading import CONFIG, HISTORY, MODEL, Say, read_pairs, tower_features, validation_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers import movielens_table
@@ -47,7 +49,9 @@ from gramtower.experiments.cross_validation import cross_validate as validate
 from gramtower.experiments.cross_validation import span
 from gramtower.experiments.fit_report import FitRun, Titles, fit_page, validation_pairs
 from gramtower.experiments.page import PAGE
-from gramtower.experiments.tuning.report import REPORT, read_search, tuning_page
+from gramtower.experiments.tuning.report import REPORT, TABLE, Search, read_search, trial_lines, tuning_page
+from gramtower.experiments.tuning.search import tune as search
+from gramtower.experiments.tuning.space import read_space
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.fitting import validated_history
 from gramtower.model.settings import ModelSettings
@@ -70,7 +74,7 @@ def benchmark(
     fresh: Switch = False,
     data: ReadOptions | None = None,
     features: FeatureOptions | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
     tokens: Annotated[Sequence[str], Parameter(parse=False)] = (),
 ) -> int:
     """Compare models: popularity, item-knn, ease, als, linear and hidden towers of gramtower, and your own configs.
@@ -204,7 +208,7 @@ def cross_validate(
     features: FeatureOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Measure settings by cross-validation: as many fits as folds, each tested on pairs that it has not seen.
 
@@ -246,6 +250,101 @@ def cross_validate(
     return 0
 
 
+_STORAGE, _OLD_STORAGE = "search", "search.journal"
+_HELD_OUT = 0.1  # share to validate trials on
+
+
+def tune(
+    path: Annotated[Path | None, Parameter(name="DATA")] = None,
+    /,
+    *,
+    out: Path,
+    trials: int = 50,
+    space: Path | None = None,
+    storage: Path | None = None,
+    config: Path | None = None,
+    data: DataOptions | None = None,
+    features: FitFeatures | None = None,
+    model: ModelOptions | None = None,
+    train: TuneTraining | None = None,
+    common: Common = Common(),
+) -> int:
+    """Choose a model's settings by how well they rank a validation part of the training data.
+
+    The search covers everything that no flag or config sets: weight of unobserved pairs, penalties, weights by degree,
+    imputed label, dimension, hidden layers, loss and features; or the names in --space. The first trial uses the
+    defaults, which stay unless another trial is better by more than one standard error. The same command continues a
+    search that was stopped, and with more --trials one that ended.
+
+    Here --time-limit limits the whole search, --metric is the metric to maximise, --validation is the share of each
+    user's pairs to rank [default: 0.1] or a file, and --max-iterations and --patience apply to each trial. With
+    --validation-side left (or right), --validation is the share of that side's entities that trials do not see, so that
+    they are ranked by their features only.
+
+    Args:
+        path: Pairs, as for fit.
+        out: Folder for config.toml (for fit --config), report.md, report.json and the log of the search.
+        trials: Number of settings to try, including those of an earlier run of the same search.
+        space: TOML file with a table [space]: names and ranges or values to search; see docs/tuning.md.
+        storage: Folder for the log of the search, instead of search in --out.
+        config: TOML file, as for fit; settings in it are not searched.
+    """
+    settings = read_config(config).with_flags(data, model, train, features)
+    source = settings.source(path)
+    if (reading.for_writing(out) / _OLD_STORAGE).exists():
+        check.fail("out", f"{out} with {_OLD_STORAGE}, a search of an earlier version", "a new folder")
+    wanted = None if space is None else read_space(space)
+    limit, settings.train.time_limit = settings.train.time_limit, None
+    estimator = ModelSettings(**settings.estimator_arguments())
+    metric = settings.train.metric or estimator.metric
+    pairs = read_pairs(source, settings.data, loss=estimator.loss)
+    validation = validation_of(settings.data)
+    common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
+    towers, _ = tower_features(settings, pairs, common.note)
+    left, right = (None if parts == ["id"] else parts for parts in towers.values())
+    tables = {
+        "data": {name: value for name, value in asdict(settings.data).items() if name != "validation"},
+        "features": features_table(settings.features) | {"history": settings.model.history},
+    }
+    say = trial_lines(common.note)
+
+    def progress(found: Search) -> None:
+        found.write(out, tables)
+        say(found)
+
+    storage = storage or out / _STORAGE
+    with reading.held(out):
+        try:
+            found = search(
+                estimator, pairs, trials=trials, time_limit=limit, metric=metric,
+                validation=_HELD_OUT if validation is None else validation, space=wanted,
+                storage=storage, seed=estimator.seed, features=(left, right), progress=progress,
+                validation_side=settings.train.validation_side,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            text = f"trials that ended are in {storage}, and the same command continues after them"
+            raise KeyboardInterrupt(text) from None
+    facts: dict[str, Any] = {
+        "metric": metric, "value": found.best.value, "trial": found.best.number, "trials": len(found.trials),
+        "at the defaults": found.trials[0].value, "verdict": found.verdict, "seconds": found.seconds,
+        "config": str(out / CONFIG), "report": str(out / TABLE),
+    }  # fmt: skip
+    if common.json:
+        metrics = {"own settings": found.trials[0].metrics, "found": found.best.metrics}
+        chosen = {"arguments": found.arguments, "features": found.features, "importance": found.importance}
+        print_json(facts | {"metrics": metrics} | chosen)
+    else:
+        print_facts(facts)
+        heads, rows = found.metrics_table()
+        if rows:
+            print_table(heads, rows)
+        print(found.caution)
+    if found.interrupted:
+        kept = f"{len(found.trials)} trials were kept in {storage}, and the same command continues after them"
+        raise KeyboardInterrupt(kept)
+    return 0
+
+
 def report(
     run: Path,
     /,
@@ -253,7 +352,7 @@ def report(
     test: Path | None = None,
     left_table: Path | None = None,
     right_table: Path | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Build report.html of a fit, a search, a comparison or a benchmark from its folder.
 

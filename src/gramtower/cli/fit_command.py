@@ -15,7 +15,6 @@ from gramtower._util.files import write_config, write_json
 from gramtower.cli import reading
 from gramtower.cli.formats import DataOptions, ReadOptions
 from gramtower.cli.options import (
-    COMMON,
     Common,
     FeatureOptions,
     FitFeatures,
@@ -55,7 +54,7 @@ def fit(
     features: FitFeatures | None = None,
     model: ModelOptions | None = None,
     train: FitTraining | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Learn a model from observed pairs.
 
@@ -241,7 +240,7 @@ def update(
     out: Path | None = None,
     data: ReadOptions | None = None,
     features: FeatureOptions | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Add pairs to a fitted model and continue training for a few iterations.
 

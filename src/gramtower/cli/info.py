@@ -11,7 +11,7 @@ import scipy.sparse as sp
 from gramtower import demo as packages
 from gramtower.cli.fit_command import traffic_facts
 from gramtower.cli.formats import ReadOptions
-from gramtower.cli.options import COMMON, Common, Texts, read_config
+from gramtower.cli.options import Common, Texts, read_config
 from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import is_model, open_model, read_pairs
 from gramtower.data.ids import Ids
@@ -21,7 +21,9 @@ from gramtower.experiments.fit_report import QUANTILES, degree_quantiles
 from gramtower.model.two_tower import TwoTower
 
 
-def info(path: Path, /, *, config: Path | None = None, data: ReadOptions | None = None, common: Common = COMMON) -> int:
+def info(
+    path: Path, /, *, config: Path | None = None, data: ReadOptions | None = None, common: Common = Common()
+) -> int:
     """Describe a model or a file of pairs: counts, pairs per entity, settings.
 
     Args:
@@ -98,7 +100,7 @@ def _example(ids: Ids | None) -> object:
     return None if ids is None or not len(ids) else ids[:1].tolist()[0]
 
 
-def export(run: Path, /, *, to: str, out: Path, common: Common = COMMON) -> int:
+def export(run: Path, /, *, to: str, out: Path, common: Common = Common()) -> int:
     """Export a model: its towers as networks, or its embeddings with their ids.
 
     Args:
@@ -121,7 +123,7 @@ def demo(
     seconds: float | None = None,
     seed: int = 0,
     out: Path | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Demo: recommend npm dependencies, including for packages not seen in training.
 

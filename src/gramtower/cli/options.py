@@ -177,8 +177,6 @@ class Common:
         return silent if self.quiet else note
 
 
-COMMON = Common()
-
 TABLES: dict[str, type] = {"data": DataOptions, "features": FitFeatures, "model": ModelOptions, "train": FitTraining}
 _Table = TypeVar("_Table", DataOptions, FitFeatures, ModelOptions, FitTraining)
 

@@ -112,7 +112,7 @@ COMMANDS = {
     ),
     "report": ("experiments", "Build report.html of a fit, a search, a comparison or a benchmark from its folder."),
     "convert": ("data_commands", "Convert pairs of any format to a CSV or Parquet table, which is read faster."),
-    "tune": ("tune", "Choose a model's settings by how well they rank a validation part of the training data."),
+    "tune": ("experiments", "Choose a model's settings by how well they rank a validation part of the training data."),
     "index": ("serve", "Build an approximate index over the right entities, for models too large for exact lists."),
     "export": ("info", "Export a model: its towers as networks, or its embeddings with their ids."),
     "serve": ("serve", "Serve models over HTTP, with a page to look around in; SIGHUP reads their files again."),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower.cli.formats import ReadOptions
-from gramtower.cli.options import COMMON, Common, Settings, Switch, Texts, number_or_text
+from gramtower.cli.options import Common, Settings, Switch, Texts, number_or_text
 from gramtower.cli.output import print_answer, print_facts, print_json, print_table, silent
 from gramtower.cli.reading import (
     NO_ID,
@@ -56,7 +56,7 @@ def evaluate(
     right_features: Path | None = None,
     histories: Path | None = None,
     data: ReadOptions | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Measure the ranking of held-out pairs.
 
@@ -118,7 +118,7 @@ def recommend(
     out: Path | None = None,
     device: str | None = None,
     fresh: Switch = False,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Recommend right entities for left entities.
 
@@ -297,7 +297,7 @@ def similar(
     k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
     left_features: Path | None = None,
     right_features: Path | None = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """List the most similar entities of the same side, by the cosine of their embeddings.
 
@@ -374,7 +374,7 @@ def explain(
     left_features: Path | None = None,
     right_features: Path | None = None,
     history: Texts = None,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Explain the score of a pair: the contributions of everything known about its left entity.
 

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.checks import missing
-from gramtower.cli.options import COMMON, Common, Switch, Texts
+from gramtower.cli.options import Common, Switch, Texts
 from gramtower.cli.output import print_answer, print_json, silent
 from gramtower.cli.program import was_terminated
 from gramtower.cli.reading import id_column, model_file, read_frame, read_like, settings_of
@@ -53,7 +53,7 @@ def serve(
     max_body: str = "2MB",
     access_log: Switch = False,
     log_format: str = "text",
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Serve models over HTTP, with a page to look around in; SIGHUP reads their files again.
 
@@ -159,7 +159,7 @@ def index(
     recall: float = 0.95,
     k: Annotated[int, Parameter(name=["--k", "-k"])] = 20,
     seed: int = 0,
-    common: Common = COMMON,
+    common: Common = Common(),
 ) -> int:
     """Build an approximate index over the right entities, for models too large for exact lists.
 
