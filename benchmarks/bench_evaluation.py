@@ -23,7 +23,7 @@ import torch
 from bench_engine import _resident, _status
 from common import median_ratio, side_by_side, write_result
 
-from gramtower._util.torch_runtime import pool
+from gramtower._util.host import pool
 from gramtower.data.datasets import planted_pairs
 from gramtower.metrics import evaluate_embeddings
 from gramtower.retrieval.topk import rows_in_block, tile_shape

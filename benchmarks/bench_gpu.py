@@ -24,7 +24,7 @@ import triton.language as tl
 from common import random_pairs, write_result
 
 import gramtower as gt
-from gramtower._util.torch_runtime import products_in
+from gramtower._util.host import products_in
 from gramtower.data.datasets import PAPER_SHAPES
 from gramtower.engine.towers.towers import clone
 

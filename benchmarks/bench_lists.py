@@ -36,7 +36,7 @@ import torch
 from bench_engine import _resident, _status
 from common import median_ratio, write_result
 
-from gramtower._util.torch_runtime import pool
+from gramtower._util.host import pool
 from gramtower.model.feature_spec import Ids
 from gramtower.model.fitted import write_lists
 from gramtower.retrieval.topk import Ranking, ranking, rows_in_block, tile_shape

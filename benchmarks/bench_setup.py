@@ -24,7 +24,7 @@ import torch
 from common import write_result
 
 import gramtower as gt
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import parallel_for
 from gramtower.data.interning import Table
 from gramtower.data.matrices import merge
 from gramtower.data.pairs import bin_count, from_sparse

@@ -66,7 +66,7 @@ def test_ids_in_columns_called_value_weight_or_time_are_kept(tmp_path):
     given = Interactions.from_arrays(
         [7, 7, 8], ["x", "y", "x"], value=[5, 1, 2], weight=[1, 2, 3], labels=True, left_name="value", right_name="time"
     )
-    assert module.columns(given) == ["value", "time", "pair_value", "weight"]
+    assert module.column_names(given) == ["value", "time", "pair_value", "weight"]
     module.write_pairs(given, tmp_path / "t.parquet")
     options = {"value": "pair_value", "weight": "weight", "labels": True}
     again = Interactions.from_parquet(tmp_path / "t.parquet", "value", "time", **options)

@@ -13,7 +13,7 @@ pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 
 import gramtower as gt
 from gramtower.cli.compare import Experiment, is_experiment, load_experiment
-from gramtower.cli.reading import read_pairs, split_validation
+from gramtower.cli.reading import held_out_of, read_pairs
 from gramtower.data.datasets import PAPER_SHAPES
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.fit_parts import make_problem
@@ -57,7 +57,7 @@ def test_real_files_are_read_and_split_as_the_experiment_says(name):
     if not path.exists():
         pytest.skip(f"{path.name} is not on this machine")
     found = paper(name)
-    pairs, held_out = split_validation(read_pairs(path, found.settings.data), found.settings.data, 0)
+    pairs, held_out = held_out_of(read_pairs(path, found.settings.data), found.settings.data, 0, of_all=True)
     if name == "ml1m":  # another split than the paper's, and entities that only its test part has
         assert (pairs.shape, len(pairs), len(held_out)) == ((6038, 3533), 517_753, 57_528)
     else:
@@ -111,7 +111,7 @@ def test_a_small_version_runs_with_every_method(name):
     whole = paper(name)
     model = replace(whole.settings.model, dim=4, hidden="6,6")
     small = replace(whole, shape=(90, 70, 900), settings=replace(whole.settings, model=model))
-    pairs, held_out = split_validation(small.synthetic_pairs(), small.settings.data, small.settings.train.seed)
+    pairs, held_out = held_out_of(small.synthetic_pairs(), small.settings.data, small.settings.train.seed, of_all=True)
     assert (*pairs.shape, len(pairs)) == small.shape
     assert len(held_out) == 100
     starts = set()

@@ -15,7 +15,7 @@ import scipy.sparse as sp
 import torch
 from cases import make_case
 
-from gramtower._util import torch_runtime
+from gramtower._util import host
 from gramtower.data.pairs import SEGMENT, from_sparse
 from gramtower.engine import kernels
 from gramtower.engine.kernels import cpu, reference
@@ -106,10 +106,8 @@ def test_tasks_do_not_change_the_bits(pattern, monkeypatch, threads):
     threads(2)
     few = run(cpu, pairs, operands)
     bounds = []
-    parallel_for = torch_runtime.parallel_for
-    monkeypatch.setattr(
-        torch_runtime, "parallel_for", lambda work, cuts: (bounds.append(cuts), parallel_for(work, cuts))
-    )
+    parallel_for = host.parallel_for
+    monkeypatch.setattr(host, "parallel_for", lambda work, cuts: (bounds.append(cuts), parallel_for(work, cuts)))
     monkeypatch.setattr(cpu, "_TASK", 16)
     monkeypatch.setattr(cpu, "_REUSE", 0)
     many = run(cpu, pairs, operands)
@@ -320,7 +318,7 @@ def test_a_forked_process_fits_and_recommends_with_threads_of_its_own():
 
 def test_threads_of_the_pool_work_with_one_torch_thread_each_and_leave_the_callers_number_alone():
     before = torch.get_num_threads()
-    torch_runtime.pool.cache_clear()
-    assert torch_runtime.pool(3).submit(torch.get_num_threads).result() == 1
+    host.pool.cache_clear()
+    assert host.pool(3).submit(torch.get_num_threads).result() == 1
     assert torch.get_num_threads() == 3
     torch.set_num_threads(before)

@@ -16,8 +16,7 @@ from test_engine import relative
 import gramtower as gt
 from gramtower._util import host
 from gramtower._util.checks import memory_size
-from gramtower._util.host import BlockPlan, ResidentPeak, default_budget, free_memory, total_memory
-from gramtower._util.torch_runtime import threads_of_fit
+from gramtower._util.host import BlockPlan, ResidentPeak, default_budget, free_memory, threads_of_fit, total_memory
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective import planning as plan
 from gramtower.engine.objective.planning import Footprint, Streamed, plan_blocks
@@ -201,8 +200,7 @@ import numpy as np
 import scipy.sparse as sp
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
-from gramtower._util.host import ResidentPeak
-from gramtower._util.torch_runtime import threads_of_fit
+from gramtower._util.host import ResidentPeak, threads_of_fit
 
 def half_of_all_pairs(m, n):
     return sp.csr_matrix((np.random.default_rng(0).random((m, n)) < 0.5).astype(np.float32))

@@ -14,7 +14,7 @@ import pytest
 import wheel
 
 import gramtower
-from gramtower._util.optional import EXTRAS, install_line, missing, need
+from gramtower._util.checks import EXTRAS, install_line, missing, need
 
 SOURCE = Path(gramtower.__file__).parent
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"

@@ -10,8 +10,8 @@ import torch
 from cases import make_case
 
 import gramtower as gt
-from gramtower._util import torch_runtime
-from gramtower._util.torch_runtime import products_in
+from gramtower._util import host
+from gramtower._util.host import products_in
 from gramtower.data.datasets import planted_pairs
 
 
@@ -131,7 +131,7 @@ def test_after_an_interrupt_anywhere_in_it_a_thread_can_use_the_other_precision(
 
         def trace(frame, event, argument):
             nonlocal line
-            if frame.f_code.co_filename != torch_runtime.__file__:
+            if frame.f_code.co_filename != host.__file__:
                 return None
             line -= event == "line"
             if line == 0 and event == "line":

@@ -26,7 +26,7 @@ import torch
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
 
-from gramtower.cli import process, program
+from gramtower.cli import program
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
 
@@ -54,9 +54,9 @@ def gramtower(*tokens, kill=None):
     out, errors = io.StringIO(), io.StringIO()
     before, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
-        patch.setattr(process, "_received", [])
+        patch.setattr(program, "_received", [])
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        process.interrupt_on_sigterm()
+        program.interrupt_on_sigterm()
         torch.set_num_threads(1)
         if kill is not None:
             place, name, count = kill.split(":")
@@ -215,15 +215,15 @@ def test_every_long_command_ends_with_143(command, kill, data, fitted, tmp_path)
 def test_a_second_signal_does_not_disturb_the_end_and_an_ignored_one_stays_ignored(data, tmp_path):
     code = """
 import os, signal, sys
-from gramtower.cli import process
+from gramtower.cli import program
 if sys.argv[1] == "ignored":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-process.interrupt_on_sigterm()
+program.interrupt_on_sigterm()
 try:
     os.kill(os.getpid(), signal.SIGTERM)
 except KeyboardInterrupt:
     os.kill(os.getpid(), signal.SIGTERM)
-print(*process.interruption())
+print(*program.interruption())
 """
     for given, expected in (("twice", "stopped by SIGTERM 143"), ("ignored", "interrupted 130")):
         done = subprocess.run([sys.executable, "-c", code, given], env=ENVIRONMENT, capture_output=True, text=True)

@@ -17,8 +17,7 @@ pytest.importorskip("polars", reason="the command line reads tables with polars"
 import gramtower as gt
 from gramtower._util import checks as check
 from gramtower._util import compiled
-from gramtower.cli.output import note, print_json, print_table
-from gramtower.cli.process import prepare_streams, showable
+from gramtower.cli.output import note, prepare_streams, print_json, print_table, showable
 from gramtower.cli.program import run
 
 NAMES = ["ann", "bo", "naïve → 😀", "日本"]

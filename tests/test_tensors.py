@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from gramtower._util.schema import build
+from gramtower._util.files import build
 from gramtower._util.tensors import CHUNK, Damaged, TensorFile, checksum, write
 
 TENSORS = {

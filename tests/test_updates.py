@@ -9,8 +9,8 @@ import pytest
 import scipy.sparse as sp
 
 import gramtower as gt
-from gramtower.cli import run_folder
 from gramtower.cli.program import run
+from gramtower.cli.reading import open_model
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions, union
 from gramtower.data.tables import FeatureTable
@@ -203,14 +203,13 @@ def test_an_update_reads_the_model_when_no_other_can_write_it(tmp_path, monkeypa
     old, more = cut(whole())
     gt.TwoTower(**OPTIONS).fit(old).save(tmp_path / "model.gramtower")
     (tmp_path / "more.csv").write_text("user,item\n" + "".join(f"{u},{i}\n" for u, i in sorted(as_set(more))))
-    read = run_folder.open_model
 
     def reading(path):
         with pytest.raises(ValueError, match="another run"), locked(path, name="out"):
             pass
-        return read(path)
+        return open_model(path)
 
-    monkeypatch.setattr(run_folder, "open_model", reading)
+    monkeypatch.setattr("gramtower.cli.reading.open_model", reading)
     flags = ["--left", "user", "--right", "item", "--quiet"]
     assert run(["update", str(tmp_path), str(tmp_path / "more.csv"), *flags]) == 0
     assert known(gt.load(tmp_path / "model.gramtower")) == as_set(whole())

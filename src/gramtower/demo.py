@@ -12,15 +12,15 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gramtower._util import checks as check
+from gramtower._util.checks import install_line
 from gramtower._util.files import replacing
-from gramtower._util.optional import install_line
 from gramtower.data.datasets import packages
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import held_out
@@ -68,7 +68,7 @@ def run(
         m, n = train.shape
         counts = f"{m:,} packages, known by their tools, × {n:,} dependencies: {m * n:,} pairs, {len(train):,} observed"
         print(f"{counts}; {test.shape[0]:,} other packages are held out", file=sys.stderr)
-    new = {"uses": [_text(tools[name]) for name in test.left_ids]}
+    new = {"uses": ["|".join(tools[name]) for name in test.left_ids]}
     linear, linear_time = _fit(TwoTower(dim=DIM, hidden=(), time_limit=seconds, seed=seed), train, tools)
     model = TwoTower(dim=DIM, hidden=((WIDTH,), ()), time_limit=seconds, seed=seed, verbose=verbose)
     model, model_time = _fit(model, train, tools, out / "history.jsonl")
@@ -90,10 +90,10 @@ def run(
             "two towers": model.evaluate(test, METRICS, left_features=new) | {"seconds": model_time},
         },
         "new_packages": [
-            {"package": str(test.left_ids[row])} | _answer([linear, model], tools[test.left_ids[row]], _own(test, row))
-            for row in drawn
+            {"package": str(name)} | _answer([linear, model], tools[name], test.right_ids[test.matrix[row].indices])
+            for row, name in zip(drawn, test.left_ids[drawn], strict=True)
         ],
-        "uses": [_answer([linear, model], its, set()) for its in asked],
+        "uses": [_answer([linear, model], its) for its in asked],
         "model": str(out / "model.gramtower"),
         "history": str(out / "history.jsonl"),
         "picture": None if picture is None else str(picture),
@@ -166,18 +166,14 @@ def _known(asked: Sequence[str], tools: list[str]) -> list[str]:
     return list(asked)
 
 
-def _text(tools: Sequence[str]) -> str:
-    """Tools as one cell of a column of lists."""
-    return "|".join(tools)
-
-
 def _fit(
     model: TwoTower, train: Interactions, tools: dict[str, list[str]], history: Path | None = None
 ) -> tuple[TwoTower, float]:
     """The model fitted to packages by their tools, and the seconds that it took."""
     start = time.perf_counter()
     names = [str(name) for name in train.left_ids]
-    table = FeatureTable({"package": names, "uses": [_text(tools[name]) for name in names]}, "package", lists=["uses"])
+    columns = {"package": names, "uses": ["|".join(tools[name]) for name in names]}
+    table = FeatureTable(columns, "package", lists=["uses"])
     model.fit(train, left_features=table, history=history)
     if history is None and model.reason_ is Reason.INTERRUPTED:
         raise KeyboardInterrupt("nothing was kept; the demo starts again")
@@ -192,16 +188,11 @@ def _popularity(train: Interactions, test: Interactions) -> dict[str, float]:
     return dict(evaluate_embeddings(everybody, counts[:, None], truth, metrics=METRICS))
 
 
-def _own(test: Interactions, row: int) -> set[str]:
-    """What a held-out package depends on."""
-    matrix = test.matrix
-    return {str(name) for name in test.right_ids[matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]]]}
-
-
-def _answer(models: Sequence[TwoTower], tools: Sequence[str], own: set[str]) -> dict[str, Any]:
+def _answer(models: Sequence[TwoTower], tools: Sequence[str], own: Iterable[object] = ()) -> dict[str, Any]:
     """What a package with these tools will need by each model, and whether it is among its own dependencies."""
     found: dict[str, Any] = {"uses": list(tools)}
+    needed = set(map(str, own))
     for name, model in zip(("linear towers", "two towers"), models, strict=True):
-        answers, _ = model.recommend(left_features={"uses": [_text(tools)]}, k=SHOWN)
-        found[name] = [{"dependency": str(d), "held_out": str(d) in own} for d in answers[0]]
+        answers, _ = model.recommend(left_features={"uses": ["|".join(tools)]}, k=SHOWN)
+        found[name] = [{"dependency": str(d), "held_out": str(d) in needed} for d in answers[0]]
     return found

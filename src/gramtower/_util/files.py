@@ -1,20 +1,25 @@
-"""Atomic writes: files are written in a temporary folder, synced to disk, and renamed.
+"""Files: atomic writes, JSON, TOML, and JSON as dataclasses.
 
-A killed process leaves such a folder, ``.gramtower-….partial``; the next write next to it removes it. A lock
-distinguishes it from the folder of a process that is still writing.
+A file is written in a temporary folder, synced to disk, and renamed. A killed process leaves such a folder,
+``.gramtower-….partial``; the next write next to it removes it. A lock distinguishes it from the folder of a process
+that is still writing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, Union
 
 _PREFIX, _SUFFIX, _LOCK = ".gramtower-", ".partial", "lock"
 
@@ -173,3 +178,68 @@ def toml(value: object) -> str:
         given = {key: item for key, item in value.items() if item is not None}  # which TOML has no word for
         return "{ " + ", ".join(f"{toml(str(key))} = {toml(item)}" for key, item in given.items()) + " }"
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+T = TypeVar("T")
+_LARGEST = 1 << 63  # of integers: what a tensor and a file can count
+
+
+def build(where: str, cls: type[T], content: object) -> T:
+    """Make an instance of a dataclass from a JSON object: all fields are required, and types are checked."""
+    if type(content) is not dict:
+        raise ValueError(f"{where}: got {_shown(content)}, expected an object")
+    kind: Any = cls
+    tests, needed = _fields(kind)
+    for name, value in content.items():
+        if name not in tests:
+            raise ValueError(f"{where}: got a field {name!r}, expected {', '.join(tests)}")
+        fits, expected = tests[name]
+        if not fits(value):
+            raise ValueError(f"{where}: got {name} {_shown(value)}, expected {expected}")
+    for name in needed:
+        if name not in content:
+            raise ValueError(f"{where}: got no {name}, expected {tests[name][1]}")
+    return cls(**content)
+
+
+def fits(hint: object, value: object) -> bool:
+    """Whether a JSON value has an annotated type."""
+    return _test(hint)(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else text[:60] + "…"
+
+
+@lru_cache(maxsize=64)
+def _fields(cls: type) -> tuple[dict[str, tuple[Callable[[object], bool], str]], list[str]]:
+    hints = typing.get_type_hints(cls)
+    fields = [field for field in dataclasses.fields(cls) if field.init]
+    missing = dataclasses.MISSING
+    needed = [f.name for f in fields if f.default is missing and f.default_factory is missing]
+    return {f.name: (_test(hints[f.name]), str(f.type)) for f in fields}, needed
+
+
+@lru_cache(maxsize=256)
+def _test(hint: object) -> Callable[[object], bool]:
+    """The test for an annotation; types that JSON does not have never match."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: True
+    if hint is float:
+        return lambda value: type(value) is float or (type(value) is int and -_LARGEST <= value < _LARGEST)
+    if hint is int:
+        return lambda value: type(value) is int and -_LARGEST <= value < _LARGEST
+    if hint in (str, bool, type(None)):
+        return lambda value: type(value) is hint
+    if origin in (Union, types.UnionType):
+        tests = [_test(one) for one in inner]
+        return lambda value: any(test(value) for test in tests)
+    if origin in (list, tuple, Sequence):
+        each = _test(inner[0])
+        return lambda value: type(value) is list and all(map(each, value))
+    if origin is dict:
+        each = _test(inner[1])
+        return lambda value: type(value) is dict and all(map(each, value.values()))
+    return lambda value: False

@@ -1,21 +1,40 @@
-"""Memory and CPUs: what this machine, container or batch job has, and memory that is given back to the system."""
+"""The machine and the process: memory and CPUs that it may use, threads, precision of products and GPU streams.
+
+Memory. Limits are those of the machine, the container or the batch job. Freed memory is given back to the system.
+
+Threads. :func:`parallel_for` runs compiled code and products that release the GIL on ``torch.get_num_threads()``
+threads. Idle threads sleep: pools that spin between calls, such as numba's, would compete with torch's workers. A
+forked process has none of its parent's threads, so the pool is recreated there; torch's OpenMP threads are gone too and
+torch would wait for them, so a forked process uses one torch thread. To use several, start processes by "spawn".
+
+Precision. Matrix products on a GPU are "float32" (IEEE) or "tf32" (inputs rounded to 10 bits of mantissa, sums in
+float32; several times faster on tensor cores). torch has one setting per process; :func:`products_in` sets it during a
+computation and restores it. Threads that need the other precision wait.
+
+Streams. :class:`SideStream` runs the kernels of the right side next to those of the left side, because kernels
+over few right rows leave most of a GPU idle. Memory is safe because the side stream starts after all work before
+``fork`` and ``join`` waits for it, and no tensor that one stream reads is freed by the other in between.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib.util
+import itertools
 import math
 import mmap
 import os
 import re
 import sys
+import threading
+import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +54,8 @@ def memory_size() -> int:
     """Total memory of the host in bytes, or the limit of a container or batch job."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in _limit_files():
-        try:
+        with suppress(OSError, ValueError):  # no such control, or "max"
             limits.append(int(path.read_text()))
-        except (OSError, ValueError):  # no such control, or "max"
-            continue
     return min(limits)
 
 
@@ -49,7 +66,7 @@ def memory_left() -> int | None:
     """
     left = []
     for path in _limit_files():
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             limit = int(path.read_text())
             used = _number(path.with_name(_USED.get(path.name, path.name + "-used")))
             left.append(max(0, min(limit, limit - used + _inactive_files(path.with_name("memory.stat")))))
@@ -65,7 +82,7 @@ def _number(path: Path) -> int:
 
 def _inactive_files(path: Path) -> int:
     """Bytes of inactive cached files in a memory.stat; version 1 counts inner groups separately."""
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         found = dict(line.split() for line in path.read_text().splitlines())
         return int(found.get("total_inactive_file", found.get("inactive_file", 0)))
     return 0
@@ -74,7 +91,7 @@ def _inactive_files(path: Path) -> int:
 def _limit_files() -> list[Path]:
     """Files with limits of this process: of the outermost control group, its own, and those in between."""
     files = [Path(path) for path in _CONTAINER]
-    with contextlib.suppress(OSError):  # a system without control groups
+    with suppress(OSError):  # a system without control groups
         for line in Path(_OWN_GROUPS).read_text().splitlines():
             controllers, group = line.split(":", 2)[1:]
             if not controllers or "memory" in controllers.split(","):
@@ -92,10 +109,10 @@ def cpu_count() -> int:
         count = os.cpu_count() or 1
     quotas = [count]
     for folder in {path.parent for path in _limit_files()}:
-        with contextlib.suppress(OSError, ValueError, IndexError):
+        with suppress(OSError, ValueError, IndexError):
             quota, period = (folder / "cpu.max").read_text().split()[:2]
             quotas.append(math.ceil(int(quota) / int(period)))
-    with contextlib.suppress(OSError, ValueError):  # version 1
+    with suppress(OSError, ValueError):  # version 1
         most, of = (int((_CPU_V1 / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         if most > 0:
             quotas.append(math.ceil(most / of))
@@ -121,7 +138,7 @@ def own_pages(size: int, dtype: DTypeLike) -> NDArray[Any]:
         return np.empty(size, kind)
     pages = mmap.mmap(-1, size * kind.itemsize)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # huge ones are taken whole as soon as one byte is written
-        with contextlib.suppress(OSError):  # the system knows of none
+        with suppress(OSError):  # the system knows of none
             pages.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(pages, kind)
 
@@ -139,9 +156,6 @@ def has_numba() -> bool:
     return importlib.util.find_spec("numba") is not None
 
 
-_SHARE = 0.5
-
-
 @dataclass(frozen=True)
 class BlockPlan:
     """Rows per block, whether activations are kept between forward, jvp and vjp, and whether outputs are."""
@@ -153,7 +167,7 @@ class BlockPlan:
 
 def default_budget(device: torch.device) -> int:
     """Half of the free memory of a device."""
-    return int(free_memory(device) * _SHARE)
+    return free_memory(device) // 2
 
 
 def free_memory(device: torch.device) -> int:
@@ -306,3 +320,190 @@ class Vectors:
         lent = array.view()  # torch refers to this object as long as any tensor over its memory lives
         weakref.finalize(lent, self._idle.append, array).atexit = False
         return torch.from_numpy(lent)
+
+
+def parallel_for(work: Callable[[int, int], None], bounds: list[int]) -> None:
+    """Call ``work(bounds[t], bounds[t + 1])`` for each t, on the next free thread; work releases the GIL."""
+    tasks, threads = len(bounds) - 1, torch.get_num_threads()
+    if min(tasks, threads) <= 1:  # too little work for several threads
+        for t in range(tasks):
+            work(bounds[t], bounds[t + 1])
+        return
+    numbers = itertools.count()
+
+    def run() -> None:
+        while (t := next(numbers)) < tasks:
+            work(bounds[t], bounds[t + 1])
+
+    helpers: list[Future[None]] = []
+    try:
+        helpers += (pool(threads).submit(run) for _ in range(min(threads, tasks) - 1))
+        run()
+    finally:  # also after Ctrl-C: no thread may still write after this returns
+        numbers = itertools.count(tasks)
+        wait(helpers)
+    for helper in helpers:
+        helper.result()
+
+
+@contextmanager
+def threads_of_fit(tiny: bool) -> Iterator[None]:
+    """Use a suitable number of torch threads: one if operations are so short that threads would only wait.
+
+    Otherwise as many as torch was given, but no more than the CPUs that this process may use (its affinity mask and the
+    quota of its container).
+    """
+    before = torch.get_num_threads()
+    wanted = 1 if tiny else min(before, max(1, cpu_count() - _busy_cpus()))
+    if wanted == before:
+        yield
+        return
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _busy_cpus() -> int:
+    """CPUs that other processes use, if torch's threads wait in long loops (gramtower/__init__.py); otherwise 0."""
+    if not sys.modules["gramtower"]._long_waits:
+        return 0
+    found = []
+    for _ in range(3):
+        time.sleep(0.005)  # until threads of this process that wait in such a loop sleep
+        found.append(running_tasks())
+    return max(0, min(found) - 1)
+
+
+@lru_cache(maxsize=1)
+def pool(threads: int) -> ThreadPoolExecutor:
+    """A pool of threads with one torch thread each. Tasks must not wait for other tasks of the pool."""
+    made = ThreadPoolExecutor(threads, "gramtower", _begin_thread)
+    started = threading.Barrier(threads)
+    for future in [made.submit(started.wait) for _ in range(threads)]:
+        future.result()
+    torch.set_num_threads(threads)  # for threads made later: the number set last in any thread is what they begin with
+    return made
+
+
+def _begin_thread() -> None:
+    torch.get_num_threads()  # a thread's first question sets its number to that of all, and would undo the next line
+    torch.set_num_threads(1)
+
+
+def _begin_child() -> None:
+    pool.cache_clear()
+    torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_child)
+
+
+PRECISIONS = ("float32", "tf32")
+PAIR_PRECISIONS = ("float32", "bfloat16")
+
+
+class _Inside(threading.local):
+    depth = 0
+
+
+_inside = _Inside()
+_turn = threading.Condition()
+_stack = ExitStack()  # restores the setting
+_users: dict[int, str] = {}  # threads inside blocks, and the precision that they use
+
+
+@contextmanager
+def products_in(precision: str) -> Iterator[None]:
+    """Use this precision for matrix products inside the block; blocks can be nested."""
+    if _inside.depth:
+        with _set_to(precision):
+            yield
+        return
+    try:  # before anything is changed: Ctrl-C may come between any two lines
+        _inside.depth = 1
+        _enter(precision)
+        yield
+    finally:
+        _inside.depth = 0
+        _leave()
+
+
+def _enter(precision: str) -> None:
+    """Wait until no other thread uses the other precision, and set this one."""
+    with _turn:
+        _users.pop(threading.get_ident(), None)  # is there if the thread was interrupted while it left
+        while not set(_live_users().values()) <= {precision}:
+            _turn.wait(1.0)  # a thread that dies in its block does not notify
+        if not _users:
+            _stack.close()
+            _stack.enter_context(_set_to(precision))
+        _users[threading.get_ident()] = precision
+
+
+def _leave() -> None:
+    """Restore the setting if no other thread needs it."""
+    with _turn:
+        _users.pop(threading.get_ident(), None)
+        if not _live_users():
+            _stack.close()
+            _turn.notify_all()
+
+
+def _live_users() -> dict[int, str]:
+    """Forget threads that ended without leaving their block, and return the others."""
+    for ended in _users.keys() - sys._current_frames().keys():
+        del _users[ended]
+    return _users
+
+
+@contextmanager
+def _set_to(precision: str) -> Iterator[None]:
+    matmul, wanted = torch.backends.cuda.matmul, precision == "tf32"
+    named = getattr(matmul, "fp32_precision", None)  # since torch 2.9: "tf32", "ieee", or "none", which is "ieee"
+    try:
+        allowed = matmul.allow_tf32
+    except RuntimeError:  # the caller has set fp32_precision; torch refuses to mix the two
+        allowed = None
+    if wanted == (named == "tf32" if allowed is None else allowed):
+        yield
+        return
+    if allowed is None:
+        matmul.fp32_precision = "tf32" if wanted else "ieee"
+    else:
+        matmul.allow_tf32 = wanted
+    try:
+        yield
+    finally:
+        if allowed is not None:
+            matmul.allow_tf32 = allowed
+        if named is not None:  # setting allow_tf32 makes "none" into "ieee"
+            matmul.fp32_precision = named
+
+
+class SideStream:
+    """A CUDA stream next to the current one; with None, the current one itself."""
+
+    def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream
+
+    def fork(self) -> None:
+        """Make the side stream wait for all work submitted to the current stream so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Submit the work of this block to the side stream."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def join(self) -> None:
+        """Make the current stream wait for the side stream."""
+        if self.stream is not None and self.stream != torch.cuda.current_stream():
+            torch.cuda.current_stream().wait_stream(self.stream)

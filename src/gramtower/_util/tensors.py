@@ -106,8 +106,8 @@ class TensorFile:
     def _check_kind(self, facts: dict[str, str], kind: str, version: int) -> None:
         if facts.get("kind") != kind:
             raise Damaged(f"{self._path} is no {kind}")
-        if facts.get("version") != str(version):
-            found = facts.get("version", "")
+        found = facts.get("version", "")
+        if found != str(version):
             if found.isascii() and found.isdigit() and len(found) < 9 and int(found) > version:
                 raise Damaged(
                     f"{self._path} was written by a later version (format {found}, this reads {version}); "

@@ -37,14 +37,13 @@ from gramtower.cli.options import (
     Settings,
     Switch,
     TrainOptions,
-    merge_flags,
-    merged,
     nearest,
+    number_or_text,
+    read_config,
     read_tables,
 )
 from gramtower.cli.output import note, print_json, print_table
-from gramtower.cli.reading import read_pairs, split_validation, tower_features
-from gramtower.cli.run_folder import HISTORY, for_writing, held
+from gramtower.cli.reading import HISTORY, for_writing, held, held_out_of, read_pairs, tower_features
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import read_toml, reading
@@ -83,9 +82,8 @@ class Experiment:
     def synthetic_note(self) -> str:
         """The notice that accompanies every result on generated pairs."""
         m, n, observed = self._shape()
-        return (
-            f"generated pairs of the shape of {self.path.stem} ({m:,} x {n:,}, {observed:,} pairs), not the data itself"
-        )
+        size = f"{m:,} x {n:,}, {observed:,} pairs"
+        return f"generated pairs of the shape of {self.path.stem} ({size}), not the data itself"
 
     def synthetic_pairs(self) -> Interactions:
         """Generate pairs with planted groups; holding out the share ``validation`` leaves as many as ``shape`` says.
@@ -93,14 +91,10 @@ class Experiment:
         The same seed of ``[run]`` gives the same pairs.
         """
         m, n, observed = self._shape()
-        try:
-            share = float(self.settings.data.validation or 0.0)
-        except ValueError:
-            share = 0.0  # a file of its own
-        total = round(observed / (1 - share)) if 0 < share < 1 else observed
-        seed = self.settings.train.seed or 0
-        made = planted_pairs(m, n, total, groups=max(1, min(64, m // 8, n // 8)), seed=seed)
-        return Interactions.from_matrix(made)
+        share = number_or_text(self.settings.data.validation or "0")  # or a file of its own
+        total = round(observed / (1 - share)) if isinstance(share, float) and 0 < share < 1 else observed
+        groups = max(1, min(64, m // 8, n // 8))
+        return Interactions.from_matrix(planted_pairs(m, n, total, groups=groups, seed=self.settings.train.seed or 0))
 
     def _shape(self) -> tuple[int, int, int]:
         if self.shape is None:
@@ -162,102 +156,16 @@ _SECONDS, _HELD_OUT = 60.0, "0.1"
 _METHODS = ("gd", "newton", "newton-kron")
 
 
-@dataclass
-class Setup:
-    """The problem that optimizers are compared on."""
-
-    settings: Settings  # the options in force
-    title: str  # title of the page
-    synthetic: str | None  # a notice for generated pairs, None for real ones
-    methods: dict[str, dict[str, Any]]  # options by optimizer; without --optimizers these are the optimizers to run
-    pairs: Interactions  # pairs to learn from
-    held_out: Interactions | None  # pairs for the metric
-
-    @property
-    def model(self) -> ModelSettings:
-        """The settings of the model that defines objective and towers."""
-        arguments = self.settings.estimator_arguments()
-        return ModelSettings(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
-
-    def runner(self, out: Path, verbose: bool) -> tuple[Runner, Request]:
-        """Return the runner of the methods in a folder, and comparison.json without the methods."""
-        model = self.model
-        features, _ = tower_features(self.settings, self.pairs, not verbose)
-        data = prepare_data(model, self.pairs, **features, validation=self.held_out)
-        problem = make_problem(model, data)
-        limit = _SECONDS if model.time_limit is None else model.time_limit
-        iterations = self.settings.train.max_iterations
-        if iterations is not None:
-            check.count("max_iterations", iterations)
-        runner = Runner(
-            problem, lambda: make_towers(model, data, problem), make_validation(model, data),
-            check.number("time_limit", limit, above=0.0), iterations, check.seed(model.seed),
-            out, self.methods, verbose, note,
-        )  # fmt: skip
-        return runner, self._request(runner, model, data)
-
-    def _request(self, runner: Runner, model: ModelSettings, fit_data: FitData) -> Request:
-        problem, data = runner.problem, self.settings.data
-        marks = fingerprint(problem, runner.start(), "", {}, runner.seed, runner.validation)
-        return Request(
-            title=self.title,
-            synthetic=self.synthetic,
-            metric=model.metric,
-            data={
-                "path": None if self.synthetic else data.path,
-                "left": self.pairs.shape[0],
-                "right": self.pairs.shape[1],
-                "pairs": len(self.pairs),
-                "validation": data.validation,
-                "validation_pairs": None if self.held_out is None else len(self.held_out),
-                "fingerprint": {name: marks[name] for name in ("pairs", "features", "validation")},
-            },
-            settings={
-                "problem": {
-                    "loss": problem.loss.name,
-                    "precision": problem.precision,
-                    "pair_precision": problem.pair_precision,
-                    "omega": problem.omega,
-                    "l2": problem.l2,
-                    "imputed": imputed_label(model),
-                    "embedding_l2": problem.embedding_l2,
-                    "frequency_power": problem.frequency_power,
-                    "left_weights": left_weights(model),
-                    "right_weights": right_weights(model, fit_data),
-                },
-                "towers": {
-                    "features": {"left": fit_data.inputs[0].kind, "right": fit_data.inputs[1].kind},
-                    "hidden": config_hidden(fit_data.hidden),
-                    "dim": fit_data.dim,
-                    "normalize": fit_data.normalize,
-                    "activation": fit_data.activation,
-                    "seed": runner.seed,
-                    "device": model.device,
-                },
-                "limits": {"time_limit": runner.time_limit, "max_iterations": runner.max_iterations},
-            },
-        )
-
-
-def make_setup(
-    path: Path | None,
-    config: Path | None,
-    synthetic: bool,
-    flags: tuple[DataOptions | None, ModelOptions | None, TrainOptions | None, FeatureOptions | None],
-) -> Setup:
-    """Read the data and options of a comparison; flags override the file."""
+def make_runner(
+    path: Path | None, config: Path | None, synthetic: bool, out: Path, common: Common, *flags: Any
+) -> tuple[Runner, Request]:
+    """Return the runner of a comparison, and its comparison.json without the optimizers; flags override the file."""
     experiment = load_experiment(config) if config is not None and is_experiment(config) else None
-    if experiment is None:
-        settings = merge_flags(config, *flags)
-    else:
-        file = experiment.settings
-        parts = zip((file.data, file.model, file.train, file.features), flags, strict=True)
-        settings = Settings(*(merged(defaults, flags) for defaults, flags in parts))  # type: ignore[type-var, arg-type]
+    settings = (read_config(config) if experiment is None else experiment.settings).with_flags(*flags)
     if path is not None:
         settings.data.path = str(path)
     settings.data.validation = settings.data.validation or _HELD_OUT
     methods = _constants(settings, experiment)
-    seed = settings.train.seed or 0
     if synthetic:
         if experiment is None or path is not None:
             given = "a config without a shape" if experiment is None else f"DATA {path} as well"
@@ -274,14 +182,63 @@ def make_setup(
         source = Path(settings.data.path)
         title = experiment.path.stem if experiment else source.stem if source.is_file() else source.resolve().name
         remark, everything = None, read_pairs(source, settings.data, loss=settings.model.loss or ModelSettings.loss)
-    pairs, held_out = split_validation(everything, settings.data, seed)
-    return Setup(settings, title, remark, methods, pairs, held_out)
+    pairs, held_out = held_out_of(everything, settings.data, settings.train.seed or 0, of_all=True)
+
+    arguments = settings.estimator_arguments()
+    model = ModelSettings(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
+    features, _ = tower_features(settings, pairs, common.note)
+    data = prepare_data(model, pairs, **features, validation=held_out)
+    problem = make_problem(model, data)
+    limit = _SECONDS if model.time_limit is None else model.time_limit
+    iterations = settings.train.max_iterations
+    if iterations is not None:
+        check.count("max_iterations", iterations)
+    runner = Runner(
+        problem, lambda: make_towers(model, data, problem), make_validation(model, data),
+        check.number("time_limit", limit, above=0.0), iterations, check.seed(model.seed),
+        out, methods, not common.quiet, note,
+    )  # fmt: skip
+    marks = fingerprint(problem, runner.start(), "", {}, runner.seed, runner.validation)
+    about = {
+        "path": None if remark else settings.data.path,
+        "left": pairs.shape[0],
+        "right": pairs.shape[1],
+        "pairs": len(pairs),
+        "validation": settings.data.validation,
+        "validation_pairs": None if held_out is None else len(held_out),
+        "fingerprint": {name: marks[name] for name in ("pairs", "features", "validation")},
+    }
+    used = _settings_used(runner, model, data)
+    return runner, Request(title=title, synthetic=remark, metric=model.metric, data=about, settings=used)
+
+
+def _settings_used(runner: Runner, model: ModelSettings, data: FitData) -> dict[str, dict[str, Any]]:
+    """Return what comparison.json says about problem, towers and limits."""
+    problem = runner.problem
+    return {
+        "problem": {
+            "loss": problem.loss.name,
+            **{name: getattr(problem, name) for name in ("precision", "pair_precision", "omega", "l2")},
+            "imputed": imputed_label(model),
+            **{name: getattr(problem, name) for name in ("embedding_l2", "frequency_power")},
+            "left_weights": left_weights(model),
+            "right_weights": right_weights(model, data),
+        },
+        "towers": {
+            "features": {"left": data.inputs[0].kind, "right": data.inputs[1].kind},
+            "hidden": config_hidden(data.hidden),
+            **{name: getattr(data, name) for name in ("dim", "normalize", "activation")},
+            "seed": runner.seed,
+            "device": model.device,
+        },
+        "limits": {"time_limit": runner.time_limit, "max_iterations": runner.max_iterations},
+    }
 
 
 def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, dict[str, Any]]:
     """Return options by optimizer: the experiment's, overridden by --option METHOD.NAME=VALUE."""
-    optimizers = experiment.optimizers if experiment else {name: {} for name in _METHODS}
-    found = {name: dict(options) for name, options in optimizers.items()}
+    found = {name: dict(given) for name, given in experiment.optimizers.items()} if experiment else {}
+    found = found or {name: {} for name in _METHODS}
     for key, value in settings.estimator_arguments().get("optimizer_options", {}).items():
         method, dot, name = key.partition(".")
         if not dot or method not in SOLVERS:
@@ -298,7 +255,7 @@ def compare(
     /,
     *,
     optimizers: str | None = None,
-    out: Annotated[Path | None, Parameter(required=True)] = None,
+    out: Path,
     config: Path | None = None,
     synthetic: Switch = False,
     fresh: Switch = False,
@@ -306,7 +263,7 @@ def compare(
     features: FeatureOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
     tokens: Annotated[Sequence[str], Parameter(parse=False)] = (),
 ) -> int:
     """Run several optimizers from the same start, one after the other, and report their convergence over time.
@@ -327,19 +284,11 @@ def compare(
         config: TOML file: an experiment such as experiments/ml1m.toml, or a config as for fit.
         synthetic: Use generated pairs of the shape of the experiment instead of DATA; all output is marked as such.
         fresh: Replace a comparison that the folder holds.
-        data: Data.
-        features: Features.
-        model: Model.
-        train: Training; --optimizer and --patience do not apply, --option is METHOD.NAME=VALUE.
-        common: Output.
-        tokens: The command line itself.
     """
-    common = common or Common()
-    out = for_writing(out)
+    for_writing(out)
     asked = None if optimizers is None else _names(optimizers)
-    setup = make_setup(path, config, synthetic, (data, model, train, features))
-    names = list(setup.methods) if asked is None else asked
-    runner, request = setup.runner(out, not common.quiet)
+    runner, request = make_runner(path, config, synthetic, out, common, data, model, train, features)
+    names = list(runner.options) if asked is None else asked
     command = shlex.join(["gramtower", *tokens])
     request = replace(request, methods=names, commands=[command], environment=environment())
     store = store_of(out, "out")

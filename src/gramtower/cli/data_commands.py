@@ -10,10 +10,10 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from cyclopts import Parameter
@@ -22,10 +22,9 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util.files import is_left_over, replacing, write_json
 from gramtower.cli.formats import DataOptions, ReadOptions
-from gramtower.cli.options import Common, merge_flags
+from gramtower.cli.options import Common, number_or_text, read_config
 from gramtower.cli.output import print_answer, print_json, print_table
-from gramtower.cli.reading import held_out_of, read_pairs
-from gramtower.cli.run_folder import for_writing
+from gramtower.cli.reading import for_writing, held_out_of, read_pairs
 from gramtower.data import frames, splits
 from gramtower.data.frames import suffix_of
 from gramtower.data.ids import index_of, join
@@ -53,17 +52,6 @@ _FLAGS = {  # which flags go with which way
 _SHARE, _FOLDS = 0.2, 5
 
 
-class Flags(TypedDict):
-    """The flags of split that only some ways of splitting have."""
-
-    share: float | None
-    count: int | None
-    minimum: int | None
-    cut: str | None
-    history: float | None
-    folds_of: str | None
-
-
 def split(
     path: Annotated[Path, Parameter(name="DATA")],
     /,
@@ -80,7 +68,7 @@ def split(
     seed: int = 0,
     config: Path | None = None,
     data: ReadOptions | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Split pairs into training and test files.
 
@@ -101,80 +89,73 @@ def split(
         file_format: csv, tsv, csv.gz, tsv.gz or parquet [default: parquet if DATA is, otherwise csv].
         seed: Seed of the random draws.
         config: TOML file whose table [data] says how DATA is read.
-        data: Data.
-        common: Output.
     """
-    common = common or Common()
-    flags = Flags(share=share, count=count, minimum=minimum, cut=cut, history=history, folds_of=folds_of)
+    every = {"share": share, "count": count, "minimum": minimum, "cut": cut, "history": history, "folds_of": folds_of}
+    flags = {name: value for name, value in every.items() if value is not None}
     _check_flags(check.choice("by", by, tuple(_FLAGS)), flags)
     ending = "parquet" if suffix_of(path) in (".parquet", ".pq") else "csv"
     ending = ending if file_format is None else check.choice("file-format", file_format, _FORMATS)
     _check_folder(out)
-    pairs = read_pairs(path, merge_flags(config, data).data)
+    pairs = read_pairs(path, read_config(config).with_flags(data).data)
     if by in ("time", "last") and pairs.times is None:
         check.fail("--by", f"{by} with pairs that have no times", "--time, the column of times, or another way")
     made = _splits(pairs, by, flags, check.seed(seed))
-    how = {"kind": KIND, "by": by, "seed": seed, **{name: value for name, value in flags.items() if value is not None}}
+    how = {"kind": KIND, "by": by, "seed": seed, **flags}
     written = _write(made, pairs, out, ending, how)
-    facts = {**how, "columns": columns(pairs), "pairs": len(pairs), "splits": written, "finished": True}
+    facts = {**how, "columns": column_names(pairs), "pairs": len(pairs), "splits": written, "finished": True}
     write_json(out / MANIFEST, facts)
     _remove_old(out, written)
     if common.json:
         print_json({**facts, "out": str(out)})
-    else:
-        _show(written, out)
+        return 0
+    parts = [part for one in written for part in one.values() if isinstance(part, dict)]
+    rows = [(str(out / part["file"]), part["pairs"], part["left"], part["right"]) for part in parts]
+    print_table(("file", "pairs", "left", "right"), rows)
+    unknown = sum(one["test_pairs_of_new_entities"] for one in written)
+    if unknown:
+        print(f"{unknown:,} test pairs have an entity that is not in the training part")
     return 0
 
 
-def _check_flags(by: str, flags: Flags) -> None:
+def _check_flags(by: str, flags: Mapping[str, Any]) -> None:
     """Refuse flags that mean nothing for this way of splitting, and values that no split can have."""
     for name, given in flags.items():
-        if given is not None and name not in _FLAGS[by]:
+        if name not in _FLAGS[by]:
             ways = " or ".join(way for way, known in _FLAGS.items() if name in known)
             check.fail(f"--{name.replace('_', '-')}", repr(given), f"nothing with --by {by}: it goes with --by {ways}")
-    if flags["cut"] is not None and flags["share"] is not None:
+    if "cut" in flags and "share" in flags:
         check.fail("--cut", f"{flags['cut']} and --share {flags['share']}", "one of them")
-    for name, value in (("share", flags["share"]), ("history", flags["history"])):
-        if value is not None and not 0 < value < 1:
-            check.fail(f"--{name}", value, "a share above 0 and below 1")
-    if flags["folds_of"] is not None:
+    for name in ("share", "history"):
+        if name in flags and not 0 < flags[name] < 1:
+            check.fail(f"--{name}", flags[name], "a share above 0 and below 1")
+    if "folds_of" in flags:
         check.choice("--folds-of", flags["folds_of"], ("pairs", "left", "right"))
-    if flags["count"] is not None:
+    if "count" in flags:
         check.count("--count", flags["count"], minimum=2 if by == "folds" else 1, most=MOST_FOLDS)
 
 
-def _splits(pairs: Interactions, by: str, flags: Flags, seed: int) -> Iterator[Split]:
-    share = _SHARE if flags["share"] is None else flags["share"]
-    minimum = 1 if flags["minimum"] is None else flags["minimum"]
+def _splits(pairs: Interactions, by: str, flags: Mapping[str, Any], seed: int) -> Iterator[Split]:
+    share, minimum = flags.get("share", _SHARE), flags.get("minimum", 1)
     if by == "folds":
-        count = _FOLDS if flags["count"] is None else flags["count"]
-        return splits.folds(pairs, count, by=flags["folds_of"] or "pairs", seed=seed)
+        return splits.folds(pairs, flags.get("count", _FOLDS), by=flags.get("folds_of", "pairs"), seed=seed)
     if by == "random":
         made = splits.random_pairs(pairs, share, seed=seed)
     elif by == "per-user":
         made = splits.per_user(pairs, share, minimum=minimum, seed=seed)
     elif by == "last":
-        made = splits.leave_last(pairs, 1 if flags["count"] is None else flags["count"], minimum=minimum, seed=seed)
+        made = splits.leave_last(pairs, flags.get("count", 1), minimum=minimum, seed=seed)
     elif by == "time":
-        cut = None if flags["cut"] is None else _moment(flags["cut"])
+        cut = number_or_text(flags["cut"]) if "cut" in flags else None
         made = splits.by_time(pairs, None if cut is not None else share, cut=cut, seed=seed)
-    elif by == "cold-left" and flags["history"] is not None:
+    elif "history" in flags:
         made = splits.held_out_users(pairs, share, history=flags["history"], seed=seed)
     else:
         made = splits.held_out(pairs, by.removeprefix("cold-"), share, seed=seed)
     return iter([made])
 
 
-def _moment(text: str) -> float | str:
-    """A number as such, everything else as text that says a date."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def _write(
-    made: Iterator[Split], pairs: Interactions, out: Path, ending: str, how: dict[str, object]
+    made: Iterator[Split], pairs: Interactions, out: Path, ending: str, how: Mapping[str, object]
 ) -> list[dict[str, Any]]:
     """Write the parts of each split; returns their files and counts."""
     found = []
@@ -229,15 +210,6 @@ def _remove_old(out: Path, made: list[dict[str, Any]]) -> None:
             old.unlink(missing_ok=True)
 
 
-def _show(made: list[dict[str, Any]], out: Path) -> None:
-    parts = [part for one in made for part in one.values() if isinstance(part, dict)]
-    rows = [(str(out / part["file"]), part["pairs"], part["left"], part["right"]) for part in parts]
-    print_table(("file", "pairs", "left", "right"), rows)
-    unknown = [one["test_pairs_of_new_entities"] for one in made]
-    if any(unknown):
-        print(f"{sum(unknown):,} test pairs have an entity that is not in the training part")
-
-
 _ENDINGS = (".csv", ".tsv", ".parquet")
 _ROWS = 1 << 19
 
@@ -249,7 +221,7 @@ def convert(
     out: Path,
     config: Path | None = None,
     data: ReadOptions | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Convert pairs of any format to a CSV or Parquet table, which is read faster.
 
@@ -260,33 +232,34 @@ def convert(
         path: Pairs, as for fit.
         out: The table: .csv, .tsv (both also .gz) or .parquet.
         config: TOML file whose table [data] says how DATA is read.
-        data: Data.
-        common: Output.
     """
-    common = common or Common()
     if frames.suffix_of(out) not in _ENDINGS or out.suffix.lower() not in (*_ENDINGS, ".gz"):
         check.fail("out", out, ".csv, .tsv (both also .gz) or .parquet")
-    pairs = read_pairs(path, merge_flags(config, data).data)
+    pairs = read_pairs(path, read_config(config).with_flags(data).data)
     write_pairs(pairs, out)
-    facts = {**pairs.report, "columns": columns(pairs), "out": str(out)}
+    facts = {**pairs.report, "columns": column_names(pairs), "out": str(out)}
     return print_answer(common.json, facts)
 
 
-def columns(pairs: Interactions) -> list[str]:
-    """The columns of the table: ids, and value, weight and time where there are any.
+def column_names(pairs: Interactions) -> list[str]:
+    """The names of the columns that :func:`write_pairs` writes."""
+    return list(_columns(pairs, has_values(pairs)))
+
+
+def _columns(pairs: Interactions, values: bool) -> dict[str, NDArray[np.generic] | None]:
+    """The columns of the table: ids (None here), values if asked for, and weights and times where there are any.
 
     Where ids have such a name, that column is called pair_value, pair_weight or pair_time.
     """
-    return _names(pairs, has_values(pairs))
-
-
-def _names(pairs: Interactions, values: bool) -> list[str]:
-    names = [pairs.left_name, pairs.right_name] if pairs.left_name != pairs.right_name else ["left", "right"]
-    for name in _numbers(pairs, values):
-        while name in names:
-            name = f"pair_{name}"
-        names.append(name)
-    return names
+    names = (pairs.left_name, pairs.right_name) if pairs.left_name != pairs.right_name else ("left", "right")
+    found: dict[str, NDArray[np.generic] | None] = dict.fromkeys(names)
+    numbers = {"value": pairs.matrix.data if values else None, "weight": pairs.weights, "time": pairs.times}
+    for name, column in numbers.items():
+        if column is not None:
+            while name in found:
+                name = f"pair_{name}"
+            found[name] = column
+    return found
 
 
 def has_values(pairs: Interactions) -> bool:
@@ -302,33 +275,23 @@ def write_pairs(pairs: Interactions, out: Path, values: bool | None = None) -> N
             _table(pairs, 0, len(pairs), values).write_parquet(partial)
             return
         with gzip.open(partial, "wb") if out.suffix.lower() == ".gz" else partial.open("wb") as file:
-            _write_text(pairs, file, frames.separator_of(out), values)
-
-
-def _write_text(pairs: Interactions, file: IO[bytes] | gzip.GzipFile, separator: str, values: bool) -> None:
-    for start in range(0, max(1, len(pairs)), _ROWS):
-        table = _table(pairs, start, min(start + _ROWS, len(pairs)), values)
-        file.write(table.write_csv(separator=separator, include_header=start == 0).encode())
+            for start in range(0, max(1, len(pairs)), _ROWS):
+                table = _table(pairs, start, min(start + _ROWS, len(pairs)), values)
+                text = table.write_csv(separator=frames.separator_of(out), include_header=start == 0)
+                file.write(text.encode())
 
 
 def _table(pairs: Interactions, start: int, stop: int, values: bool) -> pl.DataFrame:
     polars = frames.polars()
-    series = polars.Series
-    offsets, names = pairs.matrix.indptr, _names(pairs, values)
-    rows = np.searchsorted(offsets, np.arange(start, stop), side="right") - 1
-    ids = [pairs.left_ids[rows], pairs.right_ids[pairs.matrix.indices[start:stop]]]
-    cells = [series(one.tolist(), dtype=polars.String) if one.dtype == object else series(one) for one in ids]
-    cells += [series(numbers[start:stop]) for numbers in _numbers(pairs, values).values()]
-    found: pl.DataFrame = polars.DataFrame([column.alias(name) for name, column in zip(names, cells, strict=True)])
+    rows = np.searchsorted(pairs.matrix.indptr, np.arange(start, stop), side="right") - 1
+    ids = iter([pairs.left_ids[rows], pairs.right_ids[pairs.matrix.indices[start:stop]]])
+    cells = {}
+    for name, numbers in _columns(pairs, values).items():
+        part = next(ids) if numbers is None else numbers[start:stop]
+        text = part.dtype == object
+        cells[name] = polars.Series(part.tolist(), dtype=polars.String) if text else polars.Series(part)
+    found: pl.DataFrame = polars.DataFrame(cells)
     return found
-
-
-def _numbers(pairs: Interactions, values: bool) -> dict[str, NDArray[np.generic]]:
-    """The numbers of the pairs by name: values if asked for, weights and times if there are any."""
-    every = {"value": pairs.matrix.data, "weight": pairs.weights, "time": pairs.times}
-    if not values:
-        del every["value"]
-    return {name: numbers for name, numbers in every.items() if numbers is not None}
 
 
 MOST_PARTS = 65_536  # each is a file
@@ -338,12 +301,12 @@ def partition(
     path: Path,
     /,
     *,
-    out: Annotated[Path | None, Parameter(required=True)] = None,
+    out: Path,
     parts: int = 64,
     seed: int = 0,
     config: Path | None = None,
     data: DataOptions | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Split pairs by left entity into parts of similar size, for a fit by several processes.
 
@@ -356,13 +319,10 @@ def partition(
         parts: Number of parts; at least the largest number of processes that will read them.
         seed: Seed of the split for --validation.
         config: TOML file whose table [data] says how the pairs are read.
-        data: Data.
-        common: Output.
     """
-    common = common or Common()
-    out = for_writing(out)
+    for_writing(out)
     check.count("parts", parts, most=MOST_PARTS)
-    options = merge_flags(config, data).data
+    options = read_config(config).with_flags(data).data
     pairs, held_out = held_out_of(read_pairs(path, options, not common.quiet), options, seed)
     manifest = write_partition(pairs, out, parts, held_out)
     sizes = [part["pairs"] for part in manifest.parts]

@@ -1,4 +1,4 @@
-"""The commands ``gramtower benchmark``, ``gramtower cross-validate`` and ``gramtower report``.
+"""The commands ``gramtower benchmark``, ``cross-validate``, ``tune`` and ``report``.
 
 Finished runs of a benchmark are in its folder as they come, so that the same command continues after a kill.
 ``report`` builds the page of a fit, a search, a comparison or a benchmark; the kind of folder says which.
@@ -18,24 +18,24 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.files import write_json, write_text
-from gramtower.cli import run_folder
+from gramtower.cli import reading
 from gramtower.cli.compare import show as show_comparison
+from gramtower.cli.fit_command import features_table
 from gramtower.cli.formats import DataOptions, ReadOptions, guess_format
 from gramtower.cli.options import (
     Common,
     FeatureOptions,
+    FitFeatures,
     ModelOptions,
     Settings,
     Switch,
     Texts,
     TrainOptions,
-    merge_flags,
+    TuneTraining,
     read_config,
 )
-from gramtower.cli.output import note, print_answer, print_json, print_table, shown
-from gramtower.cli.query import options_of_test
-from gramtower.cli.reading import id_column, read_frame, read_pairs, share_or_pairs, tower_features, validation_of
-from gramtower.cli.run_folder import CONFIG, HISTORY, for_writing
+from gramtower.cli.output import note, print_answer, print_facts, print_json, print_table, shown
+from gramtower.cli.reading import CONFIG, HISTORY, MODEL, Say, read_pairs, tower_features, validation_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers import movielens_table
 from gramtower.data.sources import read_toml
@@ -44,13 +44,14 @@ from gramtower.experiments.benchmark_report import build as build_benchmark
 from gramtower.experiments.benchmark_report import store_of as benchmark_store
 from gramtower.experiments.benchmark_runner import BUILT_IN, TOWERS
 from gramtower.experiments.benchmark_runner import benchmark as run_benchmark
-from gramtower.experiments.comparison import store_of as comparison_store
 from gramtower.experiments.comparison_page import build as build_comparison
 from gramtower.experiments.cross_validation import cross_validate as validate
 from gramtower.experiments.cross_validation import span
 from gramtower.experiments.figures import PAGE
 from gramtower.experiments.fit_report import FitRun, Titles, fit_page, validation_pairs
-from gramtower.experiments.tuning.report import REPORT, read_search, tuning_page
+from gramtower.experiments.tuning.report import REPORT, TABLE, Search, read_search, trial_lines, tuning_page
+from gramtower.experiments.tuning.search import tune as search
+from gramtower.experiments.tuning.space import read_space
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.fitting import validated_history
 from gramtower.model.settings import ModelSettings
@@ -63,7 +64,7 @@ def benchmark(
     path: Annotated[Path | None, Parameter(name="DATA")] = None,
     /,
     *,
-    out: Annotated[Path | None, Parameter(required=True)] = None,
+    out: Path,
     test: str = "0.1",
     models: str | None = None,
     config: Texts = None,
@@ -73,7 +74,7 @@ def benchmark(
     fresh: Switch = False,
     data: ReadOptions | None = None,
     features: FeatureOptions | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
     tokens: Annotated[Sequence[str], Parameter(parse=False)] = (),
 ) -> int:
     """Compare models: popularity, item-knn, ease, als, linear and hidden towers of gramtower, and your own configs.
@@ -98,18 +99,13 @@ def benchmark(
         seeds: Number of seeds, starting from 0, of the splits and of the models.
         reference: The model that others are compared with [default: the best].
         fresh: Replace a benchmark that the folder holds.
-        data: Data.
-        features: Input of gramtower-linear-features and gramtower-hidden-features.
-        common: Output.
-        tokens: The command line itself.
     """
-    common = common or Common()
-    out = for_writing(out)
-    for other in (out / HISTORY, comparison_store(out).manifest):
+    reading.for_writing(out)
+    for other in (out / HISTORY, out / reading.COMPARISON):
         if other.exists():
             check.fail("out", f"{out}, which holds {other.name}", "a folder of its own for a benchmark")
     configs = _configs(config or [])
-    settings = merge_flags(None, data, features=features)
+    settings = Settings().with_flags(data, features=features)
     settings.data = _data_of(settings.data, configs)
     source = settings.source(path)
     names = None if models is None else _split(models)
@@ -119,11 +115,10 @@ def benchmark(
         check.fail("models", repr(unknown[0]), f"names of {', '.join(BUILT_IN)}, or none; --config adds your own")
     towers = names is None or any(name in TOWERS for name in names)
     pairs = read_pairs(source, settings.data, loss=ModelSettings.loss if towers else None)
-    held_out = share_or_pairs("--test", test, settings.data)
-    if not common.quiet:
-        note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {seeds} seeds")
-    given = _features(settings, pairs, common.quiet)
-    own = {name: _model(each, settings.data, pairs, common.quiet) for name, each in configs.items()}
+    held_out = reading.share_or_pairs("--test", test, settings.data)
+    common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {seeds} seeds")
+    given = _features(settings, pairs, common.note)
+    own = {name: _model(each, settings.data, pairs, common.note) for name, each in configs.items()}
     try:
         found = run_benchmark(
             pairs, held_out, metrics=_split(metrics), models=own, baselines=names, **given, seeds=seeds,
@@ -180,15 +175,15 @@ def _data_of(flags: DataOptions, configs: dict[str, Settings]) -> DataOptions:
     return replace(DataOptions(), **base | {"validation": None})
 
 
-def _features(settings: Settings, pairs: Interactions, quiet: bool) -> dict[str, Any]:
+def _features(settings: Settings, pairs: Interactions, say: Say) -> dict[str, Any]:
     """Return the input of towers other than ids."""
-    given, _ = tower_features(settings, pairs, quiet)
+    given, _ = tower_features(settings, pairs, say)
     return {name: parts for name, parts in given.items() if parts != ["id"]}
 
 
-def _model(settings: Settings, data: DataOptions, pairs: Interactions, quiet: bool) -> tuple[TwoTower, dict[str, Any]]:
+def _model(settings: Settings, data: DataOptions, pairs: Interactions, say: Say) -> tuple[TwoTower, dict[str, Any]]:
     """Return the model of a config and the arguments of its fit."""
-    arguments = _features(replace(settings, data=data), pairs, quiet)
+    arguments = _features(replace(settings, data=data), pairs, say)
     validation = validation_of(settings.data)
     if isinstance(validation, Interactions):
         check.fail("--config", "[data] validation, a file", "a share: pairs of a file may be among those tested")
@@ -213,7 +208,7 @@ def cross_validate(
     features: FeatureOptions | None = None,
     model: ModelOptions | None = None,
     train: TrainOptions | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Measure settings by cross-validation: as many fits as folds, each tested on pairs that it has not seen.
 
@@ -226,26 +221,19 @@ def cross_validate(
         metrics: Names, separated by commas, as for evaluate.
         out: File for the numbers, as JSON.
         config: TOML file, as for fit.
-        data: Data.
-        features: Features.
-        model: Model.
-        train: Training of each fit.
-        common: Output.
     """
-    common = common or Common()
-    settings = merge_flags(config, data, model, train, features)
+    settings = read_config(config).with_flags(data, model, train, features)
     source = settings.source(path)
     if out is not None and out.is_dir():
         check.fail("--out", f"{out}, which is a folder", "a file for JSON")
     names = [metric.name for metric in parse(_split(metrics))]
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
     pairs = read_pairs(source, settings.data, loss=estimator.loss)
-    if not common.quiet:
-        if settings.data.validation is not None:
-            unused = f"[data] validation {settings.data.validation} of the config is not used"
-            note(f"{unused}: the folds are held out instead")
-        note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {folds} folds")
-    seen, _ = tower_features(settings, pairs, common.quiet)
+    if settings.data.validation is not None:
+        unused = f"[data] validation {settings.data.validation} of the config is not used"
+        common.note(f"{unused}: the folds are held out instead")
+    common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {folds} folds")
+    seen, _ = tower_features(settings, pairs, common.note)
     found = validate(estimator, pairs, folds, names, **seen, seed=estimator.seed)
     content = {"pairs": len(pairs), "folds": folds, "seed": estimator.seed, "metrics": found.to_dict()}
     if out is not None:
@@ -262,6 +250,101 @@ def cross_validate(
     return 0
 
 
+_STORAGE, _OLD_STORAGE = "search", "search.journal"
+_HELD_OUT = 0.1  # share to validate trials on
+
+
+def tune(
+    path: Annotated[Path | None, Parameter(name="DATA")] = None,
+    /,
+    *,
+    out: Path,
+    trials: int = 50,
+    space: Path | None = None,
+    storage: Path | None = None,
+    config: Path | None = None,
+    data: DataOptions | None = None,
+    features: FitFeatures | None = None,
+    model: ModelOptions | None = None,
+    train: TuneTraining | None = None,
+    common: Common = Common(),
+) -> int:
+    """Choose a model's settings by how well they rank a validation part of the training data.
+
+    The search covers everything that no flag or config sets: weight of unobserved pairs, penalties, weights by degree,
+    imputed label, dimension, hidden layers, loss and features; or the names in --space. The first trial uses the
+    defaults, which stay unless another trial is better by more than one standard error. The same command continues a
+    search that was stopped, and with more --trials one that ended.
+
+    Here --time-limit limits the whole search, --metric is the metric to maximise, --validation is the share of each
+    user's pairs to rank [default: 0.1] or a file, and --max-iterations and --patience apply to each trial. With
+    --validation-side left (or right), --validation is the share of that side's entities that trials do not see, so that
+    they are ranked by their features only.
+
+    Args:
+        path: Pairs, as for fit.
+        out: Folder for config.toml (for fit --config), report.md, report.json and the log of the search.
+        trials: Number of settings to try, including those of an earlier run of the same search.
+        space: TOML file with a table [space]: names and ranges or values to search; see docs/tuning.md.
+        storage: Folder for the log of the search, instead of search in --out.
+        config: TOML file, as for fit; settings in it are not searched.
+    """
+    settings = read_config(config).with_flags(data, model, train, features)
+    source = settings.source(path)
+    if (reading.for_writing(out) / _OLD_STORAGE).exists():
+        check.fail("out", f"{out} with {_OLD_STORAGE}, a search of an earlier version", "a new folder")
+    wanted = None if space is None else read_space(space)
+    limit, settings.train.time_limit = settings.train.time_limit, None
+    estimator = ModelSettings(**settings.estimator_arguments())
+    metric = settings.train.metric or estimator.metric
+    pairs = read_pairs(source, settings.data, loss=estimator.loss)
+    validation = validation_of(settings.data)
+    common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
+    towers, _ = tower_features(settings, pairs, common.note)
+    left, right = (None if parts == ["id"] else parts for parts in towers.values())
+    tables = {
+        "data": {name: value for name, value in asdict(settings.data).items() if name != "validation"},
+        "features": features_table(settings.features) | {"history": settings.model.history},
+    }
+    say = trial_lines(common.note)
+
+    def progress(found: Search) -> None:
+        found.write(out, tables)
+        say(found)
+
+    storage = storage or out / _STORAGE
+    with reading.held(out):
+        try:
+            found = search(
+                estimator, pairs, trials=trials, time_limit=limit, metric=metric,
+                validation=_HELD_OUT if validation is None else validation, space=wanted,
+                storage=storage, seed=estimator.seed, features=(left, right), progress=progress,
+                validation_side=settings.train.validation_side,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            text = f"trials that ended are in {storage}, and the same command continues after them"
+            raise KeyboardInterrupt(text) from None
+    facts: dict[str, Any] = {
+        "metric": metric, "value": found.best.value, "trial": found.best.number, "trials": len(found.trials),
+        "at the defaults": found.trials[0].value, "verdict": found.verdict, "seconds": found.seconds,
+        "config": str(out / CONFIG), "report": str(out / TABLE),
+    }  # fmt: skip
+    if common.json:
+        metrics = {"own settings": found.trials[0].metrics, "found": found.best.metrics}
+        chosen = {"arguments": found.arguments, "features": found.features, "importance": found.importance}
+        print_json(facts | {"metrics": metrics} | chosen)
+    else:
+        print_facts(facts)
+        heads, rows = found.metrics_table()
+        if rows:
+            print_table(heads, rows)
+        print(found.caution)
+    if found.interrupted:
+        kept = f"{len(found.trials)} trials were kept in {storage}, and the same command continues after them"
+        raise KeyboardInterrupt(kept)
+    return 0
+
+
 def report(
     run: Path,
     /,
@@ -269,7 +352,7 @@ def report(
     test: Path | None = None,
     left_table: Path | None = None,
     right_table: Path | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Build report.html of a fit, a search, a comparison or a benchmark from its folder.
 
@@ -284,13 +367,11 @@ def report(
         test: For a fit, held-out pairs to measure, a file like the one the run read.
         left_table: For a fit, table with titles of left entities: .csv, .tsv, .parquet.
         right_table: The same for right entities.
-        common: Output.
     """
-    common = common or Common()
     if not run.is_dir():
         check.fail("DIR", run, "the folder of a fit, a tuning, a comparison or a benchmark")
-    benchmark, comparison = benchmark_store(run).manifest.exists(), comparison_store(run).manifest.exists()
-    fitted = not benchmark and not comparison and any((run / name).exists() for name in (HISTORY, run_folder.MODEL))
+    benchmark, comparison = benchmark_store(run).manifest.exists(), (run / reading.COMPARISON).exists()
+    fitted = not benchmark and not comparison and any((run / name).exists() for name in (HISTORY, MODEL))
     tables = {"left": left_table, "right": right_table}
     if (test or left_table or right_table) and not fitted:
         check.fail("--test, --left-table, --right-table", "a folder of something else", "the folder of a fit")
@@ -304,8 +385,7 @@ def report(
     elif not comparison and (run / REPORT).exists():
         page, content, problems = tuning_page(read_search(run), run.resolve().name)
     else:
-        content, problems = build_comparison(run)
-        page = ""
+        page, (content, problems) = "", build_comparison(run)
     if page:
         write_text(run / PAGE, page)
     for problem in problems:
@@ -319,17 +399,17 @@ def report(
 
 def read_fit(run: Path, test: Path | None, tables: Mapping[str, Path | None]) -> tuple[FitRun, list[str]]:
     """Return the content of the folder of a fit, and a list of what could not be read."""
-    history = _records(run / run_folder.HISTORY)
-    config, notes = run / run_folder.CONFIG, list[str]()
+    history = _records(run / HISTORY)
+    config, notes = run / CONFIG, list[str]()
     options = read_toml("config", config) if config.exists() else {}
     refitted = not options or bool(options.get("train", {}).get("refit"))  # otherwise a file of an earlier fit
-    first = _records(validated_history(run / run_folder.HISTORY)) if refitted else []
+    first = _records(validated_history(run / HISTORY)) if refitted else []
     title = run.resolve().name
-    if not (run / run_folder.MODEL).exists():
+    if not (run / MODEL).exists():
         if test or any(tables.values()):
-            run_folder.model_file(run)  # which says that there is none
+            reading.model_file(run)  # which says that there is none
         return FitRun(title, _named(history, first)), notes
-    model, settings = run_folder.open_model(run)
+    model, settings = reading.open_model(run)
     truth, left_out = _held_out(model, settings, test)
     titles: dict[str, Titles] = {}
     for side, given in tables.items():
@@ -340,7 +420,7 @@ def read_fit(run: Path, test: Path | None, tables: Mapping[str, Path | None]) ->
                 raise
             notes.append(f"no titles of {side} entities: {error}")
     return FitRun(
-        title, _named(history or model.history_, first), _summary(run / run_folder.SUMMARY),
+        title, _named(history or model.history_, first), _summary(run / reading.SUMMARY),
         options, model.fitted_, truth, titles, left_out, tested=test is not None,
     ), notes  # fmt: skip
 
@@ -369,8 +449,7 @@ def _held_out(model: TwoTower, settings: Settings, test: Path | None) -> tuple[t
     """Return the pairs to measure in the model's rows and a name for them, and how many were left out."""
     fitted = model.fitted_
     if test is not None:
-        pairs = read_pairs(test, options_of_test(settings, test, None), name="--test")
-        found = fitted.aligned("test", pairs)
+        found = fitted.aligned("test", reading.read_like(settings, test, "--test"))
         if not found.pairs.nnz:
             check.fail("test", f"{found.total:,} pairs, none of them with two known ids", "pairs of the model's ids")
         return (found.pairs, f"{found.pairs.nnz:,} pairs of {test.name}"), found.total - found.pairs.nnz
@@ -386,7 +465,7 @@ def _titles(model: TwoTower, settings: Settings, side: str, given: Path | None) 
     named = given if given is not None else getattr(settings.features, f"{side}_features")
     this = model.left_ if side == "left" else model.right_
     if named is not None:
-        frame = read_frame(f"--{side}-table", Path(named))
+        frame = reading.read_frame(f"--{side}-table", Path(named))
     else:
         path = None if settings.data.path is None else Path(settings.data.path)
         if side == "left" or path is None or not path.exists():
@@ -394,5 +473,5 @@ def _titles(model: TwoTower, settings: Settings, side: str, given: Path | None) 
         if (settings.data.format or guess_format(path)) != "movielens":
             return None
         frame = movielens_table(path, "movies")
-    id = id_column(side, frame, getattr(settings.features, f"{side}_id"), getattr(settings.data, side))
+    id = reading.id_column(side, frame, getattr(settings.features, f"{side}_id"), getattr(settings.data, side))
     return EntityTable(f"--{side}-table", frame, id, this.ids, len(this)).titles

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from gramtower._util import checks as check
 from gramtower._util.checks import config_hidden
 from gramtower._util.files import write_config, write_json
-from gramtower.cli import run_folder
+from gramtower.cli import reading
 from gramtower.cli.formats import DataOptions, ReadOptions
 from gramtower.cli.options import (
     Common,
@@ -22,18 +22,15 @@ from gramtower.cli.options import (
     ModelOptions,
     Settings,
     Switch,
-    merge_flags,
-    merged,
     parse_option,
+    read_config,
 )
-from gramtower.cli.output import note, print_answer
-from gramtower.cli.reading import held_out_of, read_pairs, seen_line, tower_features, validation_of
+from gramtower.cli.output import note, print_answer, silent
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import rows_left_out
 from gramtower.distributed.group import Group
 from gramtower.distributed.launch import joined
 from gramtower.distributed.partition import Shard, is_partition, read_part
-from gramtower.experiments.comparison import store_of
 from gramtower.experiments.run_store import environment
 from gramtower.model.defaults import pick_device
 from gramtower.model.fit_data import known_pairs
@@ -50,14 +47,14 @@ def fit(
     path: Annotated[Path | None, Parameter(name="DATA")] = None,
     /,
     *,
-    out: Annotated[Path | None, Parameter(required=True)] = None,
+    out: Path,
     config: Path | None = None,
     fresh: Switch = False,
     data: DataOptions | None = None,
     features: FitFeatures | None = None,
     model: ModelOptions | None = None,
     train: FitTraining | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Learn a model from observed pairs.
 
@@ -84,17 +81,10 @@ def fit(
         out: Folder of the run: model.gramtower, config.toml, history.jsonl and summary.json.
         config: TOML file with tables [data], [features], [model], [train]; keys are names of flags. Flags win.
         fresh: Start again even if the folder holds an unfinished run.
-        data: Data.
-        features: Features.
-        model: Model.
-        train: Training.
-        common: Output.
     """
-    common = common or Common()
-    settings = merge_flags(config, data, model, train, features)
+    settings = read_config(config).with_flags(data, model, train, features)
     source = settings.source(path)
-    out = run_folder.for_writing(out)
-    if store_of(out).manifest.exists():
+    if (reading.for_writing(out) / reading.COMPARISON).exists():
         check.fail("out", f"{out}, which holds a comparison", "a folder of its own for a fit")
     with joined(pick_device(settings.train.device or "auto").type == "cuda") as group:
         return _fit(group, settings, source, out, fresh, common)
@@ -102,76 +92,79 @@ def fit(
 
 def _fit(group: Group, settings: Settings, source: Path, out: Path, fresh: bool, common: Common) -> int:
     """Fit in this process, which may be one of several: the first one writes and prints."""
-    loud = not common.quiet and group.rank == 0
+    say = common.note if group.rank == 0 else silent
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
     side = settings.train.validation_side
     observed: Interactions | Shard
-    held_out: float | Interactions | None
+    held_out: float | Interactions | None = None
     left_out: dict[str, int] = {}
     if is_partition(source):
-        if settings.data.validation is not None:
-            check.fail("validation", settings.data.validation, "nothing: gramtower partition chooses held-out pairs")
-        if side is not None:
-            check.fail("validation_side", side, "nothing: gramtower partition chooses held-out pairs")
-        part = read_part(source, group)
-        observed, held_out, validation_pairs = part, None, part.held_out_pairs
+        for name, value in (("validation", settings.data.validation), ("validation_side", side)):
+            if value is not None:
+                check.fail(name, value, "nothing: gramtower partition chooses held-out pairs")
+        observed = read_part(source, group)
+        validation_pairs = observed.held_out_pairs
     else:
         with group.together():
-            pairs = read_pairs(source, settings.data, loud, loss=estimator.loss)
+            pairs = reading.read_pairs(source, settings.data, say is not silent, loss=estimator.loss)
             if side is None:
-                observed, held_out = held_out_of(pairs, settings.data, estimator.seed)
+                observed, held_out = reading.held_out_of(pairs, settings.data, estimator.seed)
             else:
-                observed, held_out = pairs, validation_of(settings.data)
+                observed, held_out = pairs, reading.validation_of(settings.data)
         left_out, validation_pairs = {"rows_left_out": rows_left_out(pairs.report)}, None
         if side is not None and isinstance(held_out, float):
             validation_pairs = unseen_pairs(pairs, held_out, side, estimator.seed)
         elif isinstance(held_out, Interactions):
             validation_pairs = known_pairs((pairs.left_ids, pairs.right_ids), held_out)
             left_out["validation_pairs_left_out"] = len(held_out) - validation_pairs
-        if loud and group.size > 1:
-            note(f"each of {group.size} processes reads all of {source}; gramtower partition makes a folder of parts")
-    if loud:
-        note(f"{len(observed):,} pairs of {observed.shape[0]:,} left and {observed.shape[1]:,} right entities")
-    if loud and isinstance(observed, Interactions) and observed.one_set:
-        note("both sides are one set of entities: none is recommended to itself (--no-same-entities: they are two)")
-    seen, matched = tower_features(settings, observed, not loud, group)
-    if loud:
-        note(seen_line(seen))
+        if group.size > 1:
+            say(f"each of {group.size} processes reads all of {source}; gramtower partition makes a folder of parts")
+    say(f"{len(observed):,} pairs of {observed.shape[0]:,} left and {observed.shape[1]:,} right entities")
+    if isinstance(observed, Interactions) and observed.one_set:
+        say("both sides are one set of entities: none is recommended to itself (--no-same-entities: they are two)")
+    seen, matched = reading.tower_features(settings, observed, say, group)
+    say(reading.seen_line(seen))
 
-    checkpoint = out / run_folder.CHECKPOINT
-    with run_folder.held(out, group):
+    checkpoint = out / reading.CHECKPOINT
+    with reading.held(out, group):
         if fresh:
             with locked(checkpoint, group), group.together():
                 if group.rank == 0:
-                    remove_checkpoint(checkpoint)
-                    remove_checkpoint(refit_checkpoint(checkpoint))
-                    selection_file(checkpoint).unlink(missing_ok=True)
+                    _forget(checkpoint)
         resumed = bool(group.from_first(checkpoint.exists()))
-        if resumed and loud:
-            note(f"continuing from {checkpoint}")
+        if resumed:
+            say(f"continuing from {checkpoint}")
         try:
             estimator.fit(
                 observed, **seen, validation=held_out, refit=bool(settings.train.refit), checkpoint=checkpoint,
-                history=out / run_folder.HISTORY, candidates=settings.features.candidates or "trained",
+                history=out / reading.HISTORY, candidates=settings.features.candidates or "trained",
                 validation_side=side,
             )  # fmt: skip
         except KeyboardInterrupt:
             kept = f"{checkpoint} is complete; run the same command to continue from it" if checkpoint.exists() else ""
             raise KeyboardInterrupt(kept or "nothing was learned yet; run the same command to start again") from None
-        estimator.save(out / run_folder.MODEL)
+        estimator.save(out / reading.MODEL)
         if group.rank > 0:
             return 0
-        used_now = used(settings, estimator)
-        write_config(out / run_folder.CONFIG, used_now, "what this run used; gramtower fit --config reads it")
         facts = summary(estimator, observed, validation_pairs)
         facts |= left_out | ({"features": matched} if matched else {})
-        facts |= {"resumed": resumed, "model": str(out / run_folder.MODEL)}
-        write_json(out / run_folder.SUMMARY, facts | {"environment": environment()})
+        facts |= {"resumed": resumed, "model": str(out / reading.MODEL)}
+        _describe(out, estimator, settings, facts)
         if estimator.reason_ not in (Reason.MAX_ITERATIONS, Reason.TIME_LIMIT, Reason.INTERRUPTED):
-            remove_checkpoint(refit_checkpoint(checkpoint))
-            remove_checkpoint(checkpoint)  # until then a kill leaves something to go on from
-            selection_file(checkpoint).unlink(missing_ok=True)
+            _forget(checkpoint)  # until then a kill leaves something to go on from
     return _report(facts, common)
+
+
+def _forget(checkpoint: Path) -> None:
+    remove_checkpoint(refit_checkpoint(checkpoint))
+    remove_checkpoint(checkpoint)
+    selection_file(checkpoint).unlink(missing_ok=True)
+
+
+def _describe(out: Path, model: TwoTower, settings: Settings, facts: dict[str, Any]) -> None:
+    """Write what a run used and how it ended."""
+    write_config(out / reading.CONFIG, used(settings, model), "what this run used; gramtower fit --config reads it")
+    write_json(out / reading.SUMMARY, facts | {"environment": environment()})
 
 
 def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
@@ -247,7 +240,7 @@ def update(
     out: Path | None = None,
     data: ReadOptions | None = None,
     features: FeatureOptions | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Add pairs to a fitted model and continue training for a few iterations.
 
@@ -263,56 +256,35 @@ def update(
         path: Pairs to add, as for fit.
         iterations: Number of iterations.
         out: Folder for the new model; without it, the model in RUN is replaced atomically.
-        data: Data.
-        features: Features.
-        common: Output.
     """
-    common = common or Common()
-    run_folder.model_file(run)  # which says if there is none
+    reading.model_file(run)  # which says if there is none
     out = out or (run if run.is_dir() else None)
     if out is None:
         check.fail("out", out, "a folder, as RUN is a file")
-    with run_folder.held(run_folder.for_writing(out)):  # before the model is read: of two updates neither loses pairs
-        facts = _update(run, path, out, iterations, data, features, common)
+    with reading.held(reading.for_writing(out)):  # before the model is read: of two updates neither loses pairs
+        model, settings = reading.open_model(run)
+        settings = settings.with_flags(data, features=features)
+        for side, inputs in (("left", model.left_.inputs), ("right", model.right_.inputs)):
+            ids = any(part.kind == "id" for part in inputs.parts)  # also of a run whose config does not have the key
+            setattr(settings.features, f"{side}_identity", ids or None)
+        more = reading.read_pairs(path, settings.data, name="MORE", loss=model.loss)
+        pairs = grown_pairs(model.fitted_, more)
+        m, n, observed = len(model.left_), len(model.right_), model.fitted_.observed().nnz
+        new = f"{pairs.shape[0] - m:,} new left entities and {pairs.shape[1] - n:,} right ones"
+        common.note(f"{len(more):,} pairs for {observed:,} known ones; {new}")
+        seen, matched = reading.tower_features(settings, pairs, common.note)
+        model.set_params(verbose=not common.quiet).update(more, **seen, iterations=iterations)
+        if model.reason_ is Reason.INTERRUPTED:
+            raise KeyboardInterrupt
+        model.save(out / reading.MODEL)
+        write_history(out / reading.HISTORY, model.history_)
+        facts = summary(model, pairs, None)
+        facts |= {"new_left": len(model.left_) - m, "new_right": len(model.right_) - n}
+        facts |= {"added_pairs": len(pairs) - observed, "model": str(out / reading.MODEL)}
+        facts |= {"features": matched} if matched else {}
+        _describe(out, model, settings, facts)
     named = ("objective", "iterations", "added_pairs", "new_left", "new_right", "pairs", "model")
     return print_answer(common.json, facts, {name.replace("_", " "): facts[name] for name in named})
-
-
-def _update(
-    run: Path,
-    path: Path,
-    out: Path,
-    iterations: int,
-    data: ReadOptions | None,
-    features: FeatureOptions | None,
-    common: Common,
-) -> dict[str, Any]:
-    """From the model of one folder and more pairs to the folder of a new model; returns what summary.json has."""
-    model, settings = run_folder.open_model(run)
-    settings.data = merged(settings.data, data)
-    settings.features = merged(settings.features, features)
-    for side, inputs in (("left", model.left_.inputs), ("right", model.right_.inputs)):
-        ids = any(part.kind == "id" for part in inputs.parts)  # also of a run whose config does not have the key
-        setattr(settings.features, f"{side}_identity", ids or None)
-    more = read_pairs(path, settings.data, name="MORE", loss=model.loss)
-    pairs = grown_pairs(model.fitted_, more)
-    before = len(model.left_), len(model.right_), model.fitted_.observed().nnz
-    if not common.quiet:
-        note(f"{len(more):,} pairs for {before[2]:,} known ones; {pairs.shape[0] - before[0]:,} new left entities and "
-             f"{pairs.shape[1] - before[1]:,} right ones")  # fmt: skip
-    seen, matched = tower_features(settings, pairs, common.quiet)
-    model.set_params(verbose=not common.quiet).update(more, **seen, iterations=iterations)
-    if model.reason_ is Reason.INTERRUPTED:
-        raise KeyboardInterrupt
-    model.save(out / run_folder.MODEL)
-    write_config(out / run_folder.CONFIG, used(settings, model), "what this run used; gramtower fit --config reads it")
-    write_history(out / run_folder.HISTORY, model.history_)
-    facts = summary(model, pairs, None)
-    facts |= {"new_left": len(model.left_) - before[0], "new_right": len(model.right_) - before[1]}
-    facts |= {"added_pairs": len(pairs) - before[2], "model": str(out / run_folder.MODEL)}
-    facts |= {"features": matched} if matched else {}
-    write_json(out / run_folder.SUMMARY, facts | {"environment": environment()})
-    return facts
 
 
 #: From the value of a setting to that of its key in a config file, where that is not the value itself.

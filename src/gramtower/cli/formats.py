@@ -89,9 +89,8 @@ def _read_csv(path: Path, options: ReadOptions, loud: bool) -> Interactions:
         if other is None:
             raise
         shown = {"\t": "tab", ",": "','"}.get(other, f"'{other}'")
-        raise ValueError(
-            f"{error}; its first line has {shown} and no {separator!r}: give --separator {shown}"
-        ) from error
+        hint = f"its first line has {shown} and no {separator!r}: give --separator {shown}"
+        raise ValueError(f"{error}; {hint}") from error
 
 
 def _read_parquet(path: Path, options: ReadOptions, loud: bool) -> Interactions:
@@ -114,12 +113,9 @@ def _read_lists(path: Path, options: ReadOptions, loud: bool) -> Interactions:
     return readers.item_lists(path, separator=_separator(options))
 
 
-def _read_ratings(reader: Callable[..., Interactions], path: Path, options: ReadOptions, loud: bool) -> Interactions:
-    return reader(path) if options.threshold is None else reader(path, threshold=options.threshold)
-
-
-def _read_whole(reader: Callable[[Path], Any], path: Path, options: ReadOptions, loud: bool) -> Interactions:
-    found = reader(path)
+def _read_set(reader: Callable[..., Any], path: Path, options: ReadOptions, loud: bool) -> Interactions:
+    """Read a public data set, whose columns are known."""
+    found = reader(path) if options.threshold is None else reader(path, threshold=options.threshold)
     return found if isinstance(found, Interactions) else found.pairs
 
 
@@ -142,13 +138,8 @@ def _separator(options: ReadOptions) -> str | None:
 
 
 def _arguments(options: ReadOptions) -> dict[str, Any]:
-    return {
-        "value": options.value,
-        "weight": options.weight,
-        "time": options.time,
-        "threshold": options.threshold,
-        "labels": options.value is not None and options.threshold is None,
-    }
+    given = {name: getattr(options, name) for name in ("value", "weight", "time", "threshold")}
+    return given | {"labels": options.value is not None and options.threshold is None}
 
 
 def _other_separator(path: Path, separator: str) -> str | None:
@@ -181,18 +172,18 @@ class _Notes:
 FORMATS = {
     "csv": Format(_read_csv, (".csv", ".tsv"), flags=("columns", "separator")),
     "parquet": Format(_read_parquet, (".parquet", ".pq"), is_parts, ("columns",)),
-    "netflix": Format(partial(_read_ratings, netflix), sniff=is_netflix, flags=("threshold",)),
-    "mediawiki": Format(partial(_read_whole, mediawiki_links), sniff=is_mediawiki),
+    "netflix": Format(partial(_read_set, netflix), sniff=is_netflix, flags=("threshold",)),
+    "mediawiki": Format(partial(_read_set, mediawiki_links), sniff=is_mediawiki),
     "citeulike": Format(
-        partial(_read_whole, readers.citeulike), sniff=lambda path: holds(path, r"users\.dat", r"vocabulary\.dat")
+        partial(_read_set, readers.citeulike), sniff=lambda path: holds(path, r"users\.dat", r"vocabulary\.dat")
     ),
     "musae": Format(
-        partial(_read_whole, readers.musae), sniff=lambda path: holds(path, r".*edges\.csv", r".*features\.json")
+        partial(_read_set, readers.musae), sniff=lambda path: holds(path, r".*edges\.csv", r".*features\.json")
     ),
     "wikispeedia": Format(
-        partial(_read_whole, readers.wikispeedia), sniff=lambda path: holds(path, r"links\.tsv", r"categories\.tsv")
+        partial(_read_set, readers.wikispeedia), sniff=lambda path: holds(path, r"links\.tsv", r"categories\.tsv")
     ),
-    "movielens": Format(partial(_read_ratings, readers.movielens), sniff=_is_movielens, flags=("threshold",)),
+    "movielens": Format(partial(_read_set, readers.movielens), sniff=_is_movielens, flags=("threshold",)),
     "lists": Format(_read_lists, flags=("separator",), about="user item ..."),
     "edges": Format(_read_edges, flags=("columns", "separator"), about="user item, without a header"),
 }

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import scipy.sparse as sp
-from cyclopts import Parameter
 
 from gramtower import demo as packages
 from gramtower.cli.fit_command import traffic_facts
 from gramtower.cli.formats import ReadOptions
-from gramtower.cli.options import Common, merge_flags
+from gramtower.cli.options import Common, Texts, read_config
 from gramtower.cli.output import print_facts, print_json, print_table
-from gramtower.cli.reading import read_pairs
-from gramtower.cli.run_folder import is_model, open_model
+from gramtower.cli.reading import is_model, open_model, read_pairs
 from gramtower.data.ids import Ids
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.partition import is_partition, read_manifest, read_part
@@ -24,17 +22,14 @@ from gramtower.model.two_tower import TwoTower
 
 
 def info(
-    path: Path, /, *, config: Path | None = None, data: ReadOptions | None = None, common: Common | None = None
+    path: Path, /, *, config: Path | None = None, data: ReadOptions | None = None, common: Common = Common()
 ) -> int:
     """Describe a model or a file of pairs: counts, pairs per entity, settings.
 
     Args:
         path: Folder of a run, a model file, or a file of pairs as for fit.
         config: TOML file whose table [data] says how a file of pairs is read.
-        data: Data.
-        common: Output.
     """
-    common = common or Common()
     if is_model(path):
         found = describe_model(open_model(path)[0])
     elif is_partition(path):
@@ -42,7 +37,7 @@ def info(
         found = {"kind": "partition", "parts": len(read_manifest(path).parts), **_counts(part.matrix)}
         found |= {"validation_pairs": part.held_out_pairs, "pairs_per_entity": degree_quantiles(part.matrix)}
     else:
-        found = describe_pairs(read_pairs(path, merge_flags(config, data).data))
+        found = describe_pairs(read_pairs(path, read_config(config).with_flags(data).data))
     if common.json:
         print_json(found)
         return 0
@@ -105,16 +100,14 @@ def _example(ids: Ids | None) -> object:
     return None if ids is None or not len(ids) else ids[:1].tolist()[0]
 
 
-def export(run: Path, /, *, to: str, out: Path, common: Common | None = None) -> int:
+def export(run: Path, /, *, to: str, out: Path, common: Common = Common()) -> int:
     """Export a model: its towers as networks, or its embeddings with their ids.
 
     Args:
         run: Folder of a run, or a model file.
         to: onnx or torchscript (towers), numpy, parquet or faiss (embeddings).
         out: Folder to write into.
-        common: Output.
     """
-    common = common or Common()
     model, _ = open_model(run)
     files = model.export(out, to)
     if common.json:
@@ -126,11 +119,11 @@ def export(run: Path, /, *, to: str, out: Path, common: Common | None = None) ->
 
 def demo(
     *,
-    uses: Annotated[list[str] | None, Parameter(negative=())] = None,
+    uses: Texts = None,
     seconds: float | None = None,
     seed: int = 0,
     out: Path | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Demo: recommend npm dependencies, including for packages not seen in training.
 
@@ -139,9 +132,7 @@ def demo(
         seconds: Training time of each of the two models.
         seed: For initial weights and the split.
         out: Folder for pictures and the model.
-        common: Output.
     """
-    common = common or Common()
     asked = None if uses is None else [[tool for tool in re.split(r"[,\s]+", text) if tool] for text in uses]
     found = packages.run(seconds=seconds, seed=seed, out=out, verbose=not common.quiet, uses=asked)
     if common.json:

@@ -24,6 +24,7 @@ from gramtower._util import checks as check
 from gramtower._util.checks import parse_hidden
 from gramtower._util.files import toml
 from gramtower.cli.formats import DataOptions, ReadOptions
+from gramtower.cli.output import note, silent
 from gramtower.data.sources import read_toml, reading
 from gramtower.model.settings import SETTINGS, ModelSettings
 
@@ -64,11 +65,10 @@ def _flag_type(hint: object) -> Any:
 
 def _flag(name: str) -> Parameter:
     """The flag for a setting, with its default in the help."""
-    setting, value = SETTINGS[name], getattr(ModelSettings, name)
+    setting = SETTINGS[name]
     if setting.flag is not None:  # may be repeated, and has no default
         return Parameter(help=setting.flag_help, negative=())
-    shown = setting.shown or str(value)
-    return Parameter(help=f"{setting.flag_help} [default: {shown}]")
+    return Parameter(help=f"{setting.flag_help} [default: {setting.shown or getattr(ModelSettings, name)}]")
 
 
 class _Options:
@@ -171,6 +171,11 @@ class Common:
     debug: Switch = False
     "Show the traceback of an error."
 
+    @property
+    def note(self) -> Callable[[str], None]:
+        """Prints a line about progress, unless --quiet was given."""
+        return silent if self.quiet else note
+
 
 TABLES: dict[str, type] = {"data": DataOptions, "features": FitFeatures, "model": ModelOptions, "train": FitTraining}
 _Table = TypeVar("_Table", DataOptions, FitFeatures, ModelOptions, FitTraining)
@@ -202,23 +207,26 @@ class Settings:
                 given[name] = _FROM_TEXT[name](value) if name in _FROM_TEXT else value
         return given
 
+    def with_flags(
+        self,
+        data: ReadOptions | None = None,
+        model: ModelOptions | None = None,
+        train: TrainOptions | None = None,
+        features: FeatureOptions | None = None,
+    ) -> Settings:
+        """Override these settings by the flags that were given."""
+        return Settings(
+            _merged(self.data, data),
+            _merged(self.model, model),
+            _merged(self.train, train),
+            _merged(self.features, features),
+        )
 
-def merge_flags(
-    config: Path | None,
-    data: ReadOptions | None = None,
-    model: ModelOptions | None = None,
-    train: TrainOptions | None = None,
-    features: FeatureOptions | None = None,
-) -> Settings:
-    """Read the settings of a file, if there is one, and override them by flags."""
-    file = Settings() if config is None else read_config(config)
-    return Settings(
-        merged(file.data, data), merged(file.model, model), merged(file.train, train), merged(file.features, features)
-    )
 
-
-def read_config(path: Path) -> Settings:
-    """Settings from a TOML file."""
+def read_config(path: Path | None) -> Settings:
+    """Settings from a TOML file, if there is one."""
+    if path is None:
+        return Settings()
     known = {name: get_type_hints(table) for name, table in TABLES.items()}
     found = read_tables(path, read_toml("config", path), known)
     return Settings(**{name: TABLES[name](**values) for name, values in found.items()})
@@ -236,8 +244,20 @@ def read_tables(path: Path, content: dict[str, object], known: Known) -> dict[st
                 check.fail("config", f"{name!r} at the top of {path}", f"{hint}; tables are {named}")
             if not isinstance(table, dict):
                 check.fail("config", f"{name} = {table!r}", f"a table [{name}]")
-            tables[name] = _read_table(path, name, table, known)
+            tables[name] = {}
+            for key, value in table.items():
+                plain = key.replace("-", "_")
+                if plain not in known[name]:
+                    home, near = _home(plain, known), nearest(plain, known[name]).replace("_", "-")
+                    expected = repr(near) if home is None else f"{key!r} below [{home}]"
+                    check.fail("config", f"unknown key {key!r} in [{name}] of {path}", expected)
+                tables[name][plain] = _as_flag(f"[{name}] {key}", value, known[name][plain])
         return tables
+
+
+def _home(key: str, known: Known) -> str | None:
+    """The table that has a key."""
+    return next((name for name, keys in known.items() if key in keys), None)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -256,29 +276,11 @@ def parse_option(text: str) -> tuple[str, Any]:
         return name.strip(), value
 
 
-def merged(defaults: _Table, flags: ReadOptions | FeatureOptions | ModelOptions | TrainOptions | None) -> _Table:
+def _merged(defaults: _Table, flags: ReadOptions | FeatureOptions | ModelOptions | TrainOptions | None) -> _Table:
     """Override ``defaults`` by the ``flags`` that were given."""
     if flags is None:
         return defaults
     return replace(defaults, **{f.name: v for f in fields(flags) if (v := getattr(flags, f.name)) is not None})
-
-
-def _read_table(path: Path, name: str, table: dict[str, object], known: Known) -> dict[str, Any]:
-    values = {}
-    for key, value in table.items():
-        plain = key.replace("-", "_")
-        if plain not in known[name]:
-            home = _home(plain, known)
-            near = nearest(plain, known[name]).replace("_", "-")
-            expected = repr(near) if home is None else f"{key!r} below [{home}]"
-            check.fail("config", f"unknown key {key!r} in [{name}] of {path}", expected)
-        values[plain] = _as_flag(f"[{name}] {key}", value, known[name][plain])
-    return values
-
-
-def _home(key: str, known: Known) -> str | None:
-    """The table that has a key."""
-    return next((name for name, keys in known.items() if key in keys), None)
 
 
 def _as_flag(name: str, value: object, hint: object) -> object:
@@ -306,18 +308,17 @@ def _as_flag(name: str, value: object, hint: object) -> object:
     check.fail(f"config: {name}", repr(value), expected)
 
 
-#: From the text of a flag to the value of the setting, where that is not the value itself.
-
-
-def _number_or_text(value: str) -> float | str:
+def number_or_text(value: str) -> float | str:
+    """A number as such, everything else as text."""
     try:
         return float(value)
     except ValueError:
         return value
 
 
+#: From the text of a flag to the value of the setting, where that is not the value itself.
 _FROM_TEXT: dict[str, Callable[[Any], Any]] = {
-    "imputed": _number_or_text,
+    "imputed": number_or_text,
     "hidden": lambda text: text if text == "auto" else parse_hidden(text),
     "optimizer_options": lambda texts: dict(map(parse_option, texts)),
     "select": lambda text: {"auto": True, "off": False}.get(text, text),

@@ -1,19 +1,24 @@
-"""What commands print: JSON for programs, tables for people; progress goes to standard error."""
+"""What commands print: JSON for programs, tables for people; progress goes to standard error.
+
+A stream may be closed, or unable to encode a character; :func:`prepare_streams` makes all of them usable.
+"""
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
 import re
 import shutil
 import sys
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gramtower._util.checks import LeftOutWarning
 from gramtower._util.files import plain
-from gramtower.cli.process import showable, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,14 +51,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
         table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
     for row in given:
         table.add_row(*(Text(showable(visible(shown(cell)))) for cell in row))
-    _console().print(table)
+    console_of().print(table)
 
 
 def print_facts(facts: Mapping[str, object], title: str | None = None) -> None:
     """Names and values, one a line; long values such as paths are neither cut nor broken."""
     from rich.text import Text
 
-    console = _console()
+    console = console_of()
     width = max(map(len, facts), default=0) + 2
     if title is not None:
         console.print(Text(title))
@@ -70,25 +75,13 @@ def print_answer(as_json: bool, content: Mapping[str, object], facts: Mapping[st
     return 0
 
 
-def _console() -> Console:
-    """Standard output as it is now; in a file or pipe nothing is folded to the width of a terminal."""
-    return _of_width(_columns() if sys.stdout.isatty() else _WIDEST)
-
-
-def help_console() -> Console:
-    """Standard output for help, which is folded in files and pipes too."""
-    return _of_width(_columns())
-
-
-def _columns() -> int:
-    """The terminal's width, or COLUMNS, within reason."""
-    return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
-
-
-def _of_width(columns: int) -> Console:
+def console_of(folded: bool = False) -> Console:
+    """Standard output as it is now; in files and pipes only ``folded`` text is folded to the width of a terminal."""
     from rich.console import Console
 
-    return Console(file=sys.stdout, highlight=False, width=columns, height=100)
+    terminal = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+    width = terminal if folded or sys.stdout.isatty() else _WIDEST
+    return Console(file=sys.stdout, highlight=False, width=width, height=100)
 
 
 def shown(value: object) -> str:
@@ -112,8 +105,67 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
+def silent(text: str) -> None:
+    """Print nothing, in place of :func:`note`."""
+
+
 def show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
     """A warning of this library as one line on standard error; those of other packages are not for its users."""
     ours = issubclass(category, LeftOutWarning) or Path(filename).is_relative_to(_ROOT)
     if ours and os.environ.get("RANK", "0") == "0":  # of several processes the first
         note(f"warning: {' '.join(str(message).split())}")
+
+
+_PLAIN = {"×": "x", "✓": "*", "−": "-", "–": "-", "…": "...", "→": "->", "≥": ">=", "≤": "<="}
+_HANDLER = "gramtower"
+
+
+def prepare_streams() -> None:
+    """Make standard input, output and error usable whatever the caller handed down.
+
+    A closed one (``>&-``) is opened on the null device: the next file opened would otherwise take its number, and be
+    written to by every message. Characters that the terminal's encoding lacks are written plainly, or as escapes.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_HANDLER)
+
+
+def showable(text: str) -> str:
+    """A text as standard output can show it."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, _HANDLER).decode(encoding)
+
+
+def visible(text: str) -> str:
+    """A text whose control characters, which a terminal might obey, are escaped."""
+    return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in ("Cc", "Cs") else c for c in text)
+
+
+def abandon_output() -> None:
+    """Redirect standard output to the null device once its reader has gone, so that the final flush does not fail."""
+    try:
+        number = sys.stdout.fileno()
+    except (OSError, ValueError):  # not a file of the system
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+def _substitute(error: UnicodeError) -> tuple[str, int]:
+    """What an encoder writes for characters that it does not have."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(c) or c.encode("ascii", "backslashreplace").decode() for c in missing), error.end
+
+
+codecs.register_error(_HANDLER, _substitute)

@@ -1,11 +1,12 @@
-"""The program ``gramtower``: its commands, and one place where errors become a line and an exit code.
+"""The program ``gramtower``: its commands, and one place where errors and signals become a line and an exit code.
 
 A command's module is imported when it is asked for: the list of commands, ``--version`` and misspelt commands need
-neither torch nor what commands are made of (tests/test_imports.py).
+neither torch nor what commands are made of (tests/test_imports.py). cyclopts is imported after :func:`main` has found
+that it is installed.
 
 Exit codes: 0 success; 1 the run failed; 2 bad input, which means a ``ValueError`` or a file that is missing or
-unusable; 130 interrupted by Ctrl-C; 143 by SIGTERM. Any other exception is an internal error, which the user is asked
-to report.
+unusable; 130 interrupted by Ctrl-C; 143 by SIGTERM, which Kubernetes, Slurm and spot machines send. Any other exception
+is an internal error, which the user is asked to report.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import contextlib
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -21,16 +23,66 @@ from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-
-from cyclopts import App, CycloptsError, MissingArgumentError
+from typing import TYPE_CHECKING, NoReturn
 
 from gramtower._util import checks as check
-from gramtower._util.checks import LeftOutWarning
-from gramtower.cli.output import help_console, note, show_warning
-from gramtower.cli.process import abandon_output, interruption, visible
+from gramtower._util.checks import LeftOutWarning, need
+from gramtower.cli.output import abandon_output, console_of, note, prepare_streams, show_warning, visible
+from gramtower.distributed.launch import started_among_several
+
+if TYPE_CHECKING:
+    from cyclopts import App
 
 MOST_THREADS = 4096
 LONGEST = 1000  # characters of an error
+_received: list[int] = []  # signals
+
+
+def main() -> None:
+    """Run the command line on the arguments given; exits with 0, 1 (failed), 2 (bad input), 130 or 143 (signals)."""
+    prepare_streams()
+    interrupt_on_sigterm()
+    try:
+        need("cyclopts", "the command line")
+        need("rich", "the command line")
+        code = run(sys.argv[1:])
+    except ImportError as error:
+        code = _say(str(error), 1)
+    except KeyboardInterrupt:  # before a command began, or once more while it ended
+        word, code = interruption()
+        _say(word, code)
+    if started_among_several():
+        # skips the interpreter's shutdown: gloo's threads, still freeing tensors, sometimes abort it (pytorch issue
+        # 190489), and torchrun would count a run as failed whose model is written
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def interrupt_on_sigterm() -> None:
+    """Raise KeyboardInterrupt in the main thread when SIGTERM comes, unless the caller had it ignored.
+
+    Further ones are ignored, so that none of them cuts short what the first began; Ctrl-C still ends the process.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    _received.append(number)
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def was_terminated() -> bool:
+    """Whether SIGTERM has come."""
+    return bool(_received)
+
+
+def interruption() -> tuple[str, int]:
+    """The word for the signal that interrupted the program, and its exit code: 128 and the signal's number."""
+    return ("stopped by SIGTERM", 143) if _received else ("interrupted", 130)
 
 
 COMMANDS = {
@@ -60,8 +112,8 @@ COMMANDS = {
     ),
     "report": ("experiments", "Build report.html of a fit, a search, a comparison or a benchmark from its folder."),
     "convert": ("data_commands", "Convert pairs of any format to a CSV or Parquet table, which is read faster."),
-    "tune": ("tune", "Choose a model's settings by how well they rank a validation part of the training data."),
-    "index": ("index", "Build an approximate index over the right entities, for models too large for exact lists."),
+    "tune": ("experiments", "Choose a model's settings by how well they rank a validation part of the training data."),
+    "index": ("serve", "Build an approximate index over the right entities, for models too large for exact lists."),
     "export": ("info", "Export a model: its towers as networks, or its embeddings with their ids."),
     "serve": ("serve", "Serve models over HTTP, with a page to look around in; SIGHUP reads their files again."),
     "demo": ("info", "Demo: recommend npm dependencies, including for packages not seen in training."),
@@ -70,6 +122,8 @@ COMMANDS = {
 
 def make_app(*names: str) -> App:
     """Build the app; only the named commands are imported, the others have just a name and a line of help."""
+    from cyclopts import App
+
     made = App(
         name="gramtower",
         help="Two-tower nonlinear embeddings learned from all pairs, observed and unobserved.",
@@ -108,23 +162,16 @@ def _run(tokens: Sequence[str]) -> int:
         for token in tokens:
             if not _is_text(token):
                 check.fail("argument", repr(token), "text in UTF-8 without NUL characters")
-        console = help_console()
+        console = console_of(folded=True)
         command, bound, ignored = make_app(*tokens[:1]).parse_args(
             list(tokens), exit_on_error=False, print_error=False, console=console, error_console=console
         )
-    except CycloptsError as error:
-        if debug:
-            traceback.print_exception(error)
-        return _say(_usage_text(error), 2)
-    except Exception as error:
-        return _error(error, debug)
-    threads = getattr(bound.arguments.get("common"), "threads", None)
-    if "tokens" in ignored:
-        bound.arguments["tokens"] = tuple(tokens)
-    try:
+        if "tokens" in ignored:
+            bound.arguments["tokens"] = tuple(tokens)
         with warnings.catch_warnings():
             warnings.simplefilter("always", LeftOutWarning)
             warnings.showwarning = show_warning  # type: ignore[assignment]
+            threads = getattr(bound.arguments.get("common"), "threads", None)
             if threads is not None:
                 import torch  # loaded by the command already
 
@@ -140,15 +187,6 @@ def _run(tokens: Sequence[str]) -> int:
         return end.code if isinstance(end.code, int) else 1
     except Exception as error:
         return _error(error, debug)
-
-
-def _usage_text(error: CycloptsError) -> str:
-    """Describe what is wrong with a command line."""
-    if not isinstance(error, MissingArgumentError) or error.argument is None or not error.command_chain:
-        return str(error)
-    command = " ".join(error.command_chain)
-    name = error.keyword or error.argument.name
-    return f"{name}: missing value; see gramtower {command} --help"
 
 
 def _is_text(token: str) -> bool:
@@ -195,6 +233,13 @@ _MEMORY = re.compile(r"out of memory|can.t allocate memory|not enough memory|una
 
 def error_text(error: BaseException) -> tuple[str, int]:
     """The line and the exit status for an exception."""
+    from cyclopts import CycloptsError, MissingArgumentError
+
+    if isinstance(error, MissingArgumentError) and error.argument is not None and error.command_chain:
+        name, command = error.keyword or error.argument.name, " ".join(error.command_chain)
+        return f"{name}: missing value; see gramtower {command} --help", 2
+    if isinstance(error, CycloptsError):
+        return str(error), 2
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _MEMORY.search(str(error))):
         detail = f": {error}" if str(error) and _ours(error) else "; try a smaller --dim, --hidden or --memory-budget"
         return f"not enough memory{detail}", 1

@@ -13,11 +13,19 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.cli.formats import DataOptions, ReadOptions
-from gramtower.cli.options import Common, Settings, Switch, Texts, merged
-from gramtower.cli.output import note, print_answer, print_facts, print_json, print_table
-from gramtower.cli.reading import NO_ID, described_rows, id_column, new_rows, read_frame, read_pairs, right_rows
-from gramtower.cli.run_folder import open_model
+from gramtower.cli.formats import ReadOptions
+from gramtower.cli.options import Common, Settings, Switch, Texts, number_or_text
+from gramtower.cli.output import print_answer, print_facts, print_json, print_table, silent
+from gramtower.cli.reading import (
+    NO_ID,
+    described_rows,
+    id_column,
+    new_rows,
+    open_model,
+    read_frame,
+    read_like,
+    right_rows,
+)
 from gramtower.data.ids import Key, as_known, as_objects, id_series
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.model.two_tower import TwoTower
@@ -28,6 +36,7 @@ Many = Annotated[list[str] | None, Parameter(negative=(), consume_multiple=True)
 if TYPE_CHECKING:
     from polars import DataFrame
 
+NEW = "(new)"  # the name of an entity that is only described
 _EVERY = 2.0  # seconds between lines of progress
 _WHERE = re.compile(r"(.+?)(>=|<=|=)(.*)", re.DOTALL)
 
@@ -47,7 +56,7 @@ def evaluate(
     right_features: Path | None = None,
     histories: Path | None = None,
     data: ReadOptions | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Measure the ranking of held-out pairs.
 
@@ -68,21 +77,18 @@ def evaluate(
         left_features: Take the left entities of this table as new ones, described by it.
         right_features: Table of right entities, of which new ones are ranked among the others.
         histories: Take the left entities of these pairs as new ones, described by them, a file like the test.
-        data: Data.
-        common: Output.
     """
-    common = common or Common()
     names = tuple(name.strip() for name in metrics.split(",") if name.strip())
     model, settings = open_model(run)
-    pairs = read_pairs(test, options_of_test(settings, test, data), name="--test")
+    pairs = read_like(settings, test, "--test", data)
     new: dict[str, Any] = {}
     if left_features is not None:
-        new["left_features"] = described_rows(model, left_features, pairs.left_ids, common.quiet)
+        new["left_features"] = described_rows(model, left_features, pairs.left_ids, common.note)
     if right_features is not None:
-        new["right_features"] = right_rows(model, right_features, common.quiet)
+        new["right_features"] = right_rows(model, right_features, common.note)
     for name, path in (("histories", histories), ("exclude", exclude)):
         if path is not None:
-            new[name] = read_pairs(path, options_of_test(settings, path, data), name=f"--{name}")
+            new[name] = read_like(settings, path, f"--{name}", data)
     new["allow"] = keys_of(model, "right", allow)
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
     counts = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out, "left_out": found.left_out}
@@ -112,7 +118,7 @@ def recommend(
     out: Path | None = None,
     device: str | None = None,
     fresh: Switch = False,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Recommend right entities for left entities.
 
@@ -143,36 +149,35 @@ def recommend(
         out: With --all, the file to write: .parquet, .csv or .tsv.
         device: With --all, where scores are made: auto, cpu or cuda. [default: auto]
         fresh: With --all, begin again where an earlier run left parts.
-        common: Output.
     """
-    common = common or Common()
     if every:
-        _check_all(left, left_features, history, out)
+        for name, value in (("--left", left), ("--left-features", left_features), ("--history", history)):
+            if value is not None:
+                check.fail(name, "given with --all", "one of them")
+        if out is None:
+            check.fail("--out", "none", "with --all, the file to write: .parquet, .csv or .tsv")
     elif out is not None or device is not None or fresh:
         check.fail("--out, --device, --fresh", "given", "nothing: only with --all")
     elif left_features is None and (left is None) == (history is None):
-        given = "both" if left else "none"
-        check.fail(
-            "--left, --left-features, --history", given, "only --left, only the description of a new entity, or --all"
-        )
+        expected = "only --left, only the description of a new entity, or --all"
+        check.fail("--left, --left-features, --history", "both" if left else "none", expected)
     model, settings = open_model(run)
     options: dict[str, Any] = {"exclude_seen": not include_seen, "candidates": candidates}
-    options |= {
-        name: keys_of(model, "right", listed(f"--{name}", ids)) for name, ids in (("deny", deny), ("allow", allow))
-    }
+    for name, ids in (("deny", deny), ("allow", allow)):
+        options[name] = keys_of(model, "right", listed(f"--{name}", ids))
     if exclude is not None:
-        options["exclude"] = read_pairs(exclude, options_of_test(settings, exclude, None), name="--exclude")
-    new = None if right_features is None else right_rows(model, right_features, common.quiet)
+        options["exclude"] = read_like(settings, exclude, "--exclude")
+    new = None if right_features is None else right_rows(model, right_features, common.note)
     options |= {} if new is None else {"right_features": new}
-    table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common.quiet)
+    table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common)
     if where is not None:
         options["allow"] = _matching(table, where, options["allow"])
     if every and out is not None:
         return _write_all(model, out, k, {**options, "device": device or "auto", "fresh": fresh}, common)
     if left_features is not None:
-        options["left_features"], asked = new_rows(model, left_features, left, common.quiet)
+        options["left_features"], asked = new_rows(model, left_features, left, common.note)
     else:
-        asked = left or ["(new)"]
+        asked = left or [NEW]
     if history is not None:
         options["histories"] = [keys_of(model, "right", history)]
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
@@ -205,7 +210,7 @@ def _right_table(
     id: str | None,
     title: str | None,
     new: DataFrame | None,
-    quiet: bool,
+    common: Common,
 ) -> tuple[EntityTable, list[Key]] | None:
     """The table with titles and columns of right entities, and its ids: those of the model and of the ``new`` rows.
 
@@ -228,8 +233,7 @@ def _right_table(
     except ValueError as error:
         if given is not None:
             raise
-        if not quiet:
-            note(f"no titles: {error}")
+        common.note(f"no titles: {error}")
         return None
 
 
@@ -251,29 +255,16 @@ def _matching(table: tuple[EntityTable, list[Key]] | None, where: list[str], all
         elif table[0].kinds.get(name, "numeric") != "numeric":
             check.fail("--where", repr(text), f"{name}=VALUE: the column is no column of numbers")
         else:
-            kept["min" if sign == ">=" else "max"] = check.number("--where", _float(text, value))
+            bound = number_or_text(value)
+            if isinstance(bound, str):
+                check.fail("--where", repr(text), "a number")
+            kept["min" if sign == ">=" else "max"] = check.number("--where", bound)
     try:
         rows = table[0].matching(wanted)
     except Refused as error:
         raise ValueError(f"--where: {str(error).partition(': ')[2]}") from error
     found = [table[1][row] for row in rows.tolist()]
     return found if allow is None else [key for key in found if key in set(allow)]
-
-
-def _float(text: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        check.fail("--where", repr(text), "a number")
-
-
-def _check_all(left: Texts, left_features: Path | None, history: Texts, out: Path | None) -> None:
-    """Refuse --all with what chooses left entities, and without a file."""
-    for name, value in (("--left", left), ("--left-features", left_features), ("--history", history)):
-        if value is not None:
-            check.fail(name, "given with --all", "one of them")
-    if out is None:
-        check.fail("--out", "none", "with --all, the file to write: .parquet, .csv or .tsv")
 
 
 def _write_all(model: TwoTower, out: Path, k: int, options: Mapping[str, Any], common: Common) -> int:
@@ -289,7 +280,7 @@ def _write_all(model: TwoTower, out: Path, k: int, options: Mapping[str, Any], c
             return
         rate = (done - first) / max(now - said, 1e-9) if done > first else 0.0
         rest = f", {(total - done) / rate:,.0f} s left" if rate > 0 and done < total else ""
-        note(f"{done:,} of {total:,} lists{rest}")
+        common.note(f"{done:,} of {total:,} lists{rest}")
         said, first = now, done
 
     answers = model.recommend_all(out, k, progress=progress, **options)
@@ -306,7 +297,7 @@ def similar(
     k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
     left_features: Path | None = None,
     right_features: Path | None = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """List the most similar entities of the same side, by the cosine of their embeddings.
 
@@ -317,9 +308,7 @@ def similar(
         k: How many.
         left_features: Table of left entities; new ones are compared too. Without --left, all its rows are queried.
         right_features: The same for right entities.
-        common: Output.
     """
-    common = common or Common()
     tables = {"left": left_features, "right": right_features}
     sides = [side for side, ids in (("left", left), ("right", right)) if ids is not None or tables[side] is not None]
     if len(sides) != 1:
@@ -329,20 +318,12 @@ def similar(
     options: dict[str, Any] = {}
     path = tables[side]
     if path is not None:
-        options[f"{side}_features"], names = new_rows(model, path, None, True, side)
+        options[f"{side}_features"], names = new_rows(model, path, None, silent, side)
         names = [name for name in names if name != NO_ID]
     keys = keys_of(model, side, asked)
     found, scores = model.similar(keys, side, k, **options)
     _show(side, names if keys is None else keys, "similar", found, scores, common)
     return 0
-
-
-def options_of_test(settings: Settings, test: Path, given: ReadOptions | None) -> DataOptions:
-    """The run's columns for a test file, and its format if the two files are of a kind; flags win."""
-    options = settings.data
-    if options.path is not None and Path(options.path).suffixes != test.suffixes:
-        options.format = None
-    return merged(options, given)
 
 
 def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> list[Key] | None:
@@ -360,32 +341,26 @@ def _show(
     titles: Mapping[Key, str | None] | None = None,
 ) -> None:
     """One list for each entity asked about, with titles where there are some; places without an answer are left out."""
-    titles = titles or {}
-    lists = [
-        [(key, float(score)) for key, score in zip(row, values, strict=True) if np.isfinite(score)]
+    named = titles or {}
+    answers = [
+        [
+            {"id": key, **({"title": named.get(key)} if named else {}), "score": float(score)}
+            for key, score in zip(row, values, strict=True)
+            if np.isfinite(score)
+        ]
         for row, values in zip(found.tolist(), scores.tolist(), strict=True)
     ]
+    lists = [*zip(asked, answers, strict=True)]
     if common.json:
-        answers = [
-            {
-                asked_name: key,
-                "results": [
-                    {"id": n, **({"title": titles.get(n)} if titles else {}), "score": score} for n, score in answer
-                ],
-            }
-            for key, answer in zip(asked, lists, strict=True)
-        ]
-        print_json({"answers": answers})
+        print_json({"answers": [{asked_name: key, "results": answer} for key, answer in lists]})
         return
+    shown = [*(["title"] if named else []), "score"]
     rows = [
-        (str(key) if rank == 0 else "", rank + 1, str(name), *([titles.get(name)] if titles else []), score)
-        for key, answer in zip(asked, lists, strict=True)
-        for rank, (name, score) in enumerate(answer)
+        (str(key) if rank == 1 else "", rank, str(one["id"]), *(one[name] for name in shown))
+        for key, answer in lists
+        for rank, one in enumerate(answer, start=1)
     ]
-    print_table((asked_name, "rank", found_name, *(["title"] if titles else []), "score"), rows)
-
-
-NEW = "(new)"
+    print_table((asked_name, "rank", found_name, *shown), rows)
 
 
 def explain(
@@ -399,7 +374,7 @@ def explain(
     left_features: Path | None = None,
     right_features: Path | None = None,
     history: Texts = None,
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Explain the score of a pair: the contributions of everything known about its left entity.
 
@@ -412,7 +387,6 @@ def explain(
         left_features: Table with the row of LEFT, for models fitted with --left-features.
         right_features: The same for RIGHT, with --side right.
         history: Right id of a new left entity, for models fitted with --history; may be repeated.
-        common: Output.
     """
     common, k = common or Common(), check.count("-k", k)
     model, _ = open_model(run)
@@ -422,7 +396,7 @@ def explain(
     for name, path, key in (("left", left_features, left), ("right", right_features, right)):
         if path is not None:
             chosen = None if new and name == "left" else [key]
-            given[f"{name}_features"], _ = new_rows(model, path, chosen, True, name)
+            given[f"{name}_features"], _ = new_rows(model, path, chosen, silent, name)
     if history is not None:
         given["histories"] = [keys_of(model, "right", history)]
     found = model.explain(*keys, side=side, **given).to_plain(k)

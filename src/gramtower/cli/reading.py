@@ -1,8 +1,13 @@
-"""From paths and options to Interactions and feature tables: which reader, which columns, which pairs are held out."""
+"""From paths and options to pairs, feature tables and models; and the folder of a run.
+
+The folder has model.gramtower, config.toml, history.jsonl, summary.json and, while it runs, a checkpoint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gramtower._util import checks as check
-from gramtower.cli.formats import FORMATS, DataOptions, find_format
-from gramtower.cli.options import Settings, parse_option
-from gramtower.cli.output import note
+from gramtower.cli.formats import FORMATS, DataOptions, ReadOptions, find_format
+from gramtower.cli.options import Settings, parse_option, read_config
 from gramtower.data import frames, readers, splits
 from gramtower.data.ids import Ids, as_objects, id_series, index_of, join
 from gramtower.data.interactions import Interactions
@@ -22,13 +26,17 @@ from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.partition import Shard, is_partition
 from gramtower.engine.kernels.elementwise import LOSSES, Loss
 from gramtower.model.fit_data import hold_out
-from gramtower.model.two_tower import TwoTower
+from gramtower.model.two_tower import TwoTower, load
+from gramtower.training.checkpoint import locked
 
 if TYPE_CHECKING:
-    from polars import DataFrame
+    from polars import DataFrame, Series
 
+MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"
+CHECKPOINT, COMPARISON = "checkpoint.safetensors", "comparison.json"
 NO_ID = "(no id)"
 _MOVIELENS = {"left": ("user",), "right": ("movie",)}
+Say = Callable[[str], None]  # prints a line about progress, or does nothing
 
 
 def read_pairs(
@@ -51,22 +59,25 @@ def read_pairs(
     return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
 
 
-def split_validation(pairs: Interactions, options: DataOptions, seed: int) -> tuple[Interactions, Interactions | None]:
-    """Training and validation pairs of a comparison: a random share of all pairs, or a file of its own, or none."""
+def read_like(settings: Settings, path: Path, name: str, flags: ReadOptions | None = None) -> Interactions:
+    """The pairs of a file like that of a run: with its columns, and its format if both are of a kind; flags win."""
+    options = settings.data
+    if options.path is not None and Path(options.path).suffixes != path.suffixes:
+        options.format = None
+    return read_pairs(path, settings.with_flags(flags).data, name=name)
+
+
+def held_out_of(
+    pairs: Interactions, options: DataOptions, seed: int, of_all: bool = False
+) -> tuple[Interactions, Interactions | None]:
+    """Training and validation pairs: a share of each left entity's pairs (or of all), a file of its own, or none."""
     share = validation_of(options)
     if not isinstance(share, float):
         return pairs, share
+    if not of_all:
+        return hold_out(pairs, share, check.seed(seed))
     split = splits.random_pairs(pairs, share, seed=seed)
     return split.train, split.test
-
-
-def held_out_of(pairs: Interactions, options: DataOptions, seed: int) -> tuple[Interactions, Interactions | None]:
-    """Training and validation pairs of a fit: a share of each left entity's pairs, or a file of its own, or none."""
-    share = validation_of(options)
-    if not isinstance(share, float):
-        return pairs, share
-    train, held_out = hold_out(pairs, share, check.seed(seed))
-    return train, held_out
 
 
 def validation_of(options: DataOptions) -> float | Interactions | None:
@@ -86,7 +97,7 @@ def share_or_pairs(name: str, text: str, options: DataOptions) -> float | Intera
 
 
 def tower_features(
-    settings: Settings, pairs: Interactions | Shard, quiet: bool, group: Group = SINGLE
+    settings: Settings, pairs: Interactions | Shard, say: Say, group: Group = SINGLE
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """``left_features`` and ``right_features`` for :meth:`TwoTower.fit`, and what the join by id found, by side."""
     right_ids = pairs.right_ids() if isinstance(pairs, Shard) else pairs.right_ids
@@ -99,13 +110,13 @@ def tower_features(
         if path is not None:
             with group.together():
                 table = read_table(side, Path(path), settings)
-            report[side] = _report_join(side, table, ids, quiet, processes)
+            report[side] = _report_join(side, table, ids, say, processes)
             parts.append(table)
         identity, scale = getattr(settings.features, f"{side}_identity"), settings.features.identity_scale
         if identity is False and not parts:
             check.fail(f"--no-{side}-identity", "no other features", f"--{side}-features to see instead")
-        if identity is False and not quiet:
-            note(f"--no-{side}-identity is deprecated: a tower with features sees ids only with --{side}-identity")
+        if identity is False:
+            say(f"--no-{side}-identity is deprecated: a tower with features sees ids only with --{side}-identity")
         if identity is None:
             identity = not parts or (scale is not None and "history" not in parts)
         scale = scale if parts else None
@@ -167,7 +178,7 @@ def id_column(side: str, frame: DataFrame, given: str | None, pairs_column: str 
 
 
 def new_rows(
-    model: TwoTower, path: Path, chosen: list[str] | None, quiet: bool, side: str = "left"
+    model: TwoTower, path: Path, chosen: list[str] | None, say: Say, side: str = "left"
 ) -> tuple[DataFrame, list[str]]:
     """The rows of a table of new entities, all or those of some ids, and their ids (or numbers, without ids)."""
     table, frame = _table_of(model, path, side), read_frame(f"{side}_features", path)
@@ -186,32 +197,33 @@ def new_rows(
         ids = chosen
     this = model.left_ if side == "left" else model.right_
     known = 0 if this.ids is None else int((join(as_objects(ids), index_of(this.ids)) >= 0).sum())
-    if known and not quiet:
-        note(f"{known:,} of {len(ids):,} ids were in the training data; here they are described only by their features")
+    if known:
+        say(f"{known:,} of {len(ids):,} ids were in the training data; here they are described only by their features")
     return frame, ids
 
 
-def described_rows(model: TwoTower, path: Path, ids: Ids, quiet: bool) -> DataFrame:
+def described_rows(model: TwoTower, path: Path, ids: Ids, say: Say) -> DataFrame:
     """A table of left entities with a column of ids; how many of some ids are not in it is stated."""
-    table, frame = _table_of(model, path, "left"), read_frame("left_features", path)
-    name = frames.pick(f"id column of {path}", table.id, frame.columns)
-    keys = id_series("id", frame[name]).drop_nulls().to_list()
-    without = int((join(ids, {key: row for row, key in enumerate(keys)}) < 0).sum())
-    if without and not quiet:
-        note(f"{without:,} of {len(ids):,} left entities have no features")
+    frame, keys = _rows_with_ids(model, path, "left")
+    without = int((join(ids, {key: row for row, key in enumerate(keys.to_list())}) < 0).sum())
+    if without:
+        say(f"{without:,} of {len(ids):,} left entities have no features")
     return frame
 
 
-def right_rows(model: TwoTower, path: Path, quiet: bool) -> DataFrame:
+def right_rows(model: TwoTower, path: Path, say: Say) -> DataFrame:
     """A table of right entities, those that the model does not know counted."""
-    table, frame = _table_of(model, path, "right"), read_frame("right_features", path)
-    name = frames.pick(f"id column of {path}", table.id, frame.columns)
-    keys = id_series("id", frame[name]).drop_nulls()
+    frame, keys = _rows_with_ids(model, path, "right")
     known = np.arange(len(model.right_)) if model.right_.ids is None else model.right_.ids
     new = int((join(keys.to_numpy(), index_of(known)) < 0).sum()) if len(keys) else 0
-    if not quiet:
-        note(f"{new:,} of {len(keys):,} right entities of {path.name} are new")
+    say(f"{new:,} of {len(keys):,} right entities of {path.name} are new")
     return frame
+
+
+def _rows_with_ids(model: TwoTower, path: Path, side: str) -> tuple[DataFrame, Series]:
+    table, frame = _table_of(model, path, side), read_frame(f"{side}_features", path)
+    name = frames.pick(f"id column of {path}", table.id, frame.columns)
+    return frame, id_series("id", frame[name]).drop_nulls()
 
 
 def _table_of(model: TwoTower, path: Path, side: str) -> FeatureTable:
@@ -223,7 +235,7 @@ def _table_of(model: TwoTower, path: Path, side: str) -> FeatureTable:
     return table
 
 
-def _report_join(side: str, table: FeatureTable, ids: Ids, quiet: bool, group: Group) -> dict[str, Any]:
+def _report_join(side: str, table: FeatureTable, ids: Ids, say: Say, group: Group) -> dict[str, Any]:
     table.match(ids)
     found = dict(table.report) | {"columns": table.kinds, "features": len(table.feature_names)}
     local, unused = found["ids_without_features"], found["features_without_ids"]
@@ -234,9 +246,62 @@ def _report_join(side: str, table: FeatureTable, ids: Ids, quiet: bool, group: G
         given = f"{found['rows']:,} rows, none of them with the id of a {side} entity"
         example = str(ids[0]) if len(ids) else ""
         check.fail(f"{side}_features", given, f"ids such as {example!r} in column {table.id!r}")
-    if not quiet:
-        kinds = ", ".join(f"{name} ({kind})" for name, kind in found["columns"].items())
-        skipped = f"; left out: {', '.join(found['skipped'])}" if found["skipped"] else ""
-        note(f"{side} features: {kinds}{skipped}")
-        note(f"{without:,} of {count:,} {side} entities have no features; {unused:,} rows of features have no pairs")
+    kinds = ", ".join(f"{name} ({kind})" for name, kind in found["columns"].items())
+    skipped = f"; left out: {', '.join(found['skipped'])}" if found["skipped"] else ""
+    say(f"{side} features: {kinds}{skipped}")
+    say(f"{without:,} of {count:,} {side} entities have no features; {unused:,} rows of features have no pairs")
     return found
+
+
+def for_writing(out: Path) -> Path:
+    """The folder that a command is to write, there or not; one that cannot be is refused before anything is read."""
+    there = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
+    if not there.is_dir():
+        check.fail("out", out if there == out.absolute() else f"{out}, where {there} is a file", "a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        check.fail("out", f"{out}, with no permission to write in {there}", "a folder that can be written")
+    return out
+
+
+@contextmanager
+def held(out: Path, group: Group = SINGLE) -> Iterator[None]:
+    """The folder that a command writes, made if need be and locked.
+
+    If the command fails before it wrote anything, folders that were made for it go again.
+    """
+    new = [one for one in (out, *out.parents) if not one.exists()]
+    with group.together():
+        out.mkdir(parents=True, exist_ok=True)
+    try:
+        with locked(out, group, "out"):
+            yield
+    except BaseException:
+        with suppress(OSError):  # something is in it
+            for one in new:
+                one.rmdir()
+        raise
+
+
+def is_model(path: Path) -> bool:
+    """Whether a path is a run's folder or a model file."""
+    return (path / MODEL).exists() or (path / CONFIG).exists() or path.suffix == ".gramtower"
+
+
+def model_file(run: Path) -> Path:
+    """The model file of a run (a folder, or the file itself)."""
+    path = run / MODEL if run.is_dir() else run
+    if not path.exists():
+        hint = "; its fit has not finished: run the same fit command to continue" if (run / CHECKPOINT).exists() else ""
+        raise ValueError(f"run: got {run}, expected a folder that holds {MODEL}, or a model file{hint}")
+    return path
+
+
+def settings_of(run: Path) -> Settings:
+    """The settings that the model of a run was made with, as far as its folder says."""
+    config = (run if run.is_dir() else run.parent) / CONFIG
+    return read_config(config if config.exists() else None)
+
+
+def open_model(run: Path) -> tuple[TwoTower, Settings]:
+    """Load the model of a run (a folder or a model file) and the settings it was made with."""
+    return load(model_file(run)), settings_of(run)

@@ -1,4 +1,4 @@
-"""``gramtower serve``: models over HTTP. See docs/serving.md."""
+"""``gramtower serve``: models over HTTP (docs/serving.md); ``gramtower index``: an approximate index for them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from gramtower._util import checks as check
-from gramtower._util.optional import missing
-from gramtower.cli.options import Common, Settings, Switch, Texts, read_config
-from gramtower.cli.output import print_json
-from gramtower.cli.process import was_terminated
-from gramtower.cli.query import options_of_test
-from gramtower.cli.reading import id_column, read_frame, read_pairs
-from gramtower.cli.run_folder import CONFIG, model_file
+from gramtower._util.checks import missing
+from gramtower.cli.options import Common, Switch, Texts
+from gramtower.cli.output import print_answer, print_json, silent
+from gramtower.cli.program import was_terminated
+from gramtower.cli.reading import id_column, model_file, read_frame, read_like, settings_of
 from gramtower.data.interactions import Interactions
+from gramtower.model.two_tower import load
+from gramtower.serving.ann_index import build_index, index_path, write_index
 from gramtower.serving.messages import LOG_FORMATS, Limits, log
 from gramtower.serving.snapshot import Source, TableSource
 
@@ -49,7 +52,7 @@ def serve(
     max_body: str = "2MB",
     access_log: Switch = False,
     log_format: str = "text",
-    common: Common | None = None,
+    common: Common = Common(),
 ) -> int:
     """Serve models over HTTP, with a page to look around in; SIGHUP reads their files again.
 
@@ -81,23 +84,22 @@ def serve(
         max_body: Longest body of a request.
         access_log: Log each request on standard error: time, client, method, path, status, duration.
         log_format: Format of all lines on standard error: text, or json for one object per line.
-        common: Output.
     """
-    common = common or Common()
     check.choice("--log-format", log_format, LOG_FORMATS)
-    say = (lambda line: None) if common.quiet else partial(log, log_format)
+    say = silent if common.quiet else partial(log, log_format)
     given = ("left", left_table, left_id, left_title), ("right", right_table, right_id, right_title)
     tables = {side: _table(side, path, id, title, run) for side, path, id, title in given if path is not None}
     held_out = None if test is None else partial(_test_pairs, run, test)
     files = tuple(path for path in (left_table, right_table, test) if path is not None)
-    sources = [Source("default", model_file(run), index, mapped, tables, held_out, files)]
+    runs = [("default", run)]
     for text in model or []:
-        name, equals, path = text.partition("=")
-        if not name or not equals or not path:
+        name, _, path = text.partition("=")
+        if not name or not path:
             check.fail("--model", repr(text), "NAME=RUN")
-        sources.append(Source(name, model_file(Path(path)), index, mapped, tables, held_out, files))
-    most = check.count("--max-k", max_k), check.count("--max-ids", max_ids)
-    limits = Limits(k=most[0], ids=most[1], body=check.memory_size("--max-body", max_body))
+        runs.append((name, Path(path)))
+    sources = [Source(name, model_file(one), index, mapped, tables, held_out, files) for name, one in runs]
+    k, ids = check.count("--max-k", max_k), check.count("--max-ids", max_ids)
+    limits = Limits(k=k, ids=ids, body=check.memory_size("--max-body", max_body))
     wait = check.number("--batch-wait", batch_wait, minimum=0.0) / 1000
     if wait > 1:
         check.fail("--batch-wait", batch_wait, "at most 1000 milliseconds")
@@ -112,7 +114,7 @@ def serve(
         workers, access_log, log_format,
     )  # fmt: skip
     try:
-        run_server(sources, options, say, _announce if common.json else lambda address: None)
+        run_server(sources, options, say, _announce if common.json else silent)
     except KeyboardInterrupt:
         if not was_terminated():
             raise
@@ -138,17 +140,45 @@ def _token(file: Path | None) -> str | None:
     return text.strip()
 
 
-def _settings(run: Path) -> Settings:
-    config = (run if run.is_dir() else run.parent) / CONFIG
-    return read_config(config) if config.exists() else Settings()
-
-
 def _test_pairs(run: Path, test: Path) -> Interactions:
-    return read_pairs(test, options_of_test(_settings(run), test, None), name="--test")
+    return read_like(settings_of(run), test, "--test")
 
 
 def _table(side: str, path: Path, id: str | None, title: str | None, run: Path) -> TableSource:
-    pairs_column = getattr(_settings(run).data, side)
-    name = f"--{side}-table"
-    frame = read_frame(name, path)
-    return TableSource(name, partial(read_frame, name, path), id_column(side, frame, id, pairs_column), title)
+    name, pairs_column = f"--{side}-table", getattr(settings_of(run).data, side)
+    column = id_column(side, read_frame(name, path), id, pairs_column)
+    return TableSource(name, partial(read_frame, name, path), column, title)
+
+
+def index(
+    run: Path,
+    /,
+    *,
+    kind: str = "faiss",
+    recall: float = 0.95,
+    k: Annotated[int, Parameter(name=["--k", "-k"])] = 20,
+    seed: int = 0,
+    common: Common = Common(),
+) -> int:
+    """Build an approximate index over the right entities, for models too large for exact lists.
+
+    The number of visited clusters or candidates is doubled until recall@k against exact lists, measured on up to 500
+    left entities, reaches --recall; the measured recall is printed and stored. The index works with this model only.
+
+    Args:
+        run: Folder of a run, or a model file; the index is written next to it.
+        kind: faiss (inverted lists), faiss-hnsw or hnsw (graphs, by faiss and by hnswlib).
+        recall: Recall to reach.
+        k: Length of the lists that recall is measured on.
+        seed: Seed for the clusters, the graph and the sample of left entities.
+    """
+    path = model_file(run)
+    model = load(path)
+    common.note(f"building an index of {len(model.right_.embeddings):,} entities")
+    P, Q = model.left_.embeddings, model.right_.embeddings
+    made, facts = build_index(P, Q, model.right_.ids, kind, k, recall, seed)
+    target = index_path(path)
+    write_index(target, made, facts)
+    found = {"index": str(target), **{n: v for n, v in vars(facts).items() if n not in ("model", "built")}}
+    named = {f"recall@{facts.k}" if name == "recall" else name: value for name, value in found.items()}
+    return print_answer(common.json, found, named)

@@ -25,7 +25,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower._util.schema import build
+from gramtower._util.files import build
 from gramtower.data import frames
 from gramtower.data.matrices import ones_at
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.optional import need
+from gramtower._util.checks import need
 from gramtower.data import sources
 from gramtower.data.sources import BOM, PACKED, PathLike, existing, reading
 

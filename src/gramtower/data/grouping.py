@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.compiled import compiled
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import parallel_for
 
 Kind = TypeVar("Kind", bound=np.generic)
 Numbers = dict[str, NDArray[Any]]  # float32 or float64 by name

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
+from gramtower._util.checks import missing
 from gramtower._util.files import is_left_over, replacing, write_json
-from gramtower._util.optional import missing
 from gramtower.data import frames
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import Ids, IdsLike, id_series, join

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike, NDArray
 from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.checks import LeftOutWarning
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import parallel_for
 from gramtower.data.ids import Coded, Ids, by_appearance, index_of, join
 
 SparseMatrix: TypeAlias = sp.spmatrix | sp.sparray

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import parallel_for
 from gramtower.data.matrices import SparseMatrix, checked, rows_increase
 
 SEGMENT = 4096  # entries of a row handled as one piece

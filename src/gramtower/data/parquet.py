@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import parallel_for
 from gramtower.data import frames
 from gramtower.data.frames import Choice
 from gramtower.data.ids import integers

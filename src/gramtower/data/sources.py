@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn, cast
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.optional import need
+from gramtower._util.checks import need
 
 PathLike = str | os.PathLike[str]
 

@@ -44,7 +44,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import parallel_for
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -32,8 +32,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import tensors as _tensors
-from gramtower._util.files import is_left_over, write_text
-from gramtower._util.schema import build
+from gramtower._util.files import build, is_left_over, write_text
 from gramtower.data.ids import Ids, pack_ids, unpack_ids
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import pattern

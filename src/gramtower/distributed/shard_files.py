@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gramtower._util import tensors as _tensors
-from gramtower._util.schema import build
+from gramtower._util.files import build
 from gramtower._util.tensors import Damaged, TensorFile
 from gramtower.distributed.shards import Rows, Shards
 

@@ -31,8 +31,8 @@ import torch
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
+from gramtower._util.checks import install_line, need
 from gramtower._util.host import memory_size
-from gramtower._util.optional import install_line, need
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import canonical

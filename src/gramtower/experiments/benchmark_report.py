@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from gramtower._util import checks as check
+from gramtower._util.files import build as build_from_json
 from gramtower._util.files import plain, write_json, write_text
 from gramtower._util.html import document
-from gramtower._util.schema import build as build_from_json
 from gramtower.experiments.cross_validation import Interval, bootstrap_intervals, span, text_table
 from gramtower.experiments.figures import BUSY, PAGE, SUMMARY, circumstances, drawn, interval_figure, table
 from gramtower.experiments.run_store import RunStore

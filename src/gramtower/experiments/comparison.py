@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gramtower._util import checks as check
-from gramtower._util.schema import build, fits
+from gramtower._util.files import build, fits
 from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.experiments.run_store import OthersBusy, RunStore, environment

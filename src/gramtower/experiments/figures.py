@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower._util import html
-from gramtower._util.optional import need
+from gramtower._util.checks import need
 from gramtower.training.result import Record
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ import torch
 
 from gramtower import __version__
 from gramtower._util import checks as check
-from gramtower._util.files import plain, remove_left_overs, write_json
-from gramtower._util.schema import build
+from gramtower._util.files import build, plain, remove_left_overs, write_json
 from gramtower._util.tensors import digest_of
 
 if TYPE_CHECKING:

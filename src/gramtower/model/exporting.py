@@ -44,8 +44,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import checks as check
+from gramtower._util.checks import need
 from gramtower._util.files import replacing, write_json, write_text
-from gramtower._util.optional import need
 from gramtower.data import frames
 from gramtower.data.encoders import to_plain
 from gramtower.data.pairs import MatrixLike

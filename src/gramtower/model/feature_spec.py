@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.schema import build
+from gramtower._util.files import build
 from gramtower.data import frames
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import index_of, join

@@ -18,8 +18,7 @@ import scipy.sparse as sp
 
 from gramtower._util import checks as check
 from gramtower._util.files import write_text
-from gramtower._util.host import readable
-from gramtower._util.torch_runtime import threads_of_fit
+from gramtower._util.host import readable, threads_of_fit
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.tables import FeaturesLike

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.schema import build, fits
+from gramtower._util.files import build, fits
 from gramtower.data.ids import pack_ids, unpack_ids
 from gramtower.data.matrices import pattern
 from gramtower.distributed import shard_files as shards_file

@@ -41,7 +41,7 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower._util.torch_runtime import threads_of_fit
+from gramtower._util.host import threads_of_fit
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.group import SINGLE, Group, agree, current_group

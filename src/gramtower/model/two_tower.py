@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 
 from gramtower._util import checks as check
 from gramtower._util import html as html
-from gramtower._util.optional import need
+from gramtower._util.checks import need
 from gramtower.data.frames import Column
 from gramtower.data.ids import IdsLike, Key
 from gramtower.data.interactions import PairsLike, pairs_of

@@ -32,8 +32,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gramtower._util.host import Vectors
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import Vectors, parallel_for
 from gramtower.engine.kernels import select
 from gramtower.engine.kernels.reference import RowSystems
 from gramtower.engine.objective.blocks import LeftBlock

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util.compiled import compiled
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import parallel_for
 
 _TOGETHER = 64  # scores compared before a branch
 

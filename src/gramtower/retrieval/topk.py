@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.torch_runtime import pool
+from gramtower._util.host import pool
 from gramtower.data.matrices import SparseMatrix, canonical
 
 _DEFAULT_BYTES = {"cpu": 64_000_000, "cuda": 1_000_000_000}  # memory of a block of scores

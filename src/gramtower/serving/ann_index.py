@@ -33,8 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.optional import need
-from gramtower._util.schema import build
+from gramtower._util.checks import need
+from gramtower._util.files import build
 from gramtower._util.tensors import TensorFile, write
 from gramtower.data.ids import Ids
 from gramtower.retrieval.topk import checked_ranking, top_k

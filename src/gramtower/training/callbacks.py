@@ -23,7 +23,7 @@ from typing import Any, Protocol, TextIO
 
 from gramtower._util import checks as check
 from gramtower._util import html
-from gramtower._util.optional import need
+from gramtower._util.checks import need
 from gramtower.engine.objective.problem import Point
 from gramtower.training.result import Record, Result
 

@@ -30,9 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import host
-from gramtower._util.files import take_lock
-from gramtower._util.schema import build
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.files import build, take_lock
+from gramtower._util.host import parallel_for
 from gramtower.data.pairs import Features
 from gramtower.distributed import shard_files
 from gramtower.distributed.group import SINGLE, Digest, Group

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from gramtower._util import checks as check
 from gramtower._util import html
-from gramtower._util.files import write_text
-from gramtower._util.schema import build
+from gramtower._util.files import build, write_text
 from gramtower.engine.towers.parameters import Parameters
 
 

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 from torch import Tensor
 
-import gramtower._util.torch_runtime  # noqa: F401  # registers its fork handler
+import gramtower._util.host  # noqa: F401  # registers its fork handler
 from gramtower._util import checks as check
-from gramtower._util.optional import install_line
+from gramtower._util.checks import install_line
 from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels.elementwise import Activation, LossTerms, Observed
 from gramtower.engine.kernels.layout import Order

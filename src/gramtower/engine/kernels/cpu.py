@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gramtower._util import torch_runtime
+from gramtower._util import host
 from gramtower._util.compiled import compiled
 from gramtower.data.pairs import Pairs, Segments
 from gramtower.engine.kernels import reference
@@ -97,7 +97,7 @@ def _solve(
         starts, _np(others), None if position is None else _np(position), _np(x), _np(c), _np(B), _np(rows.pull),
         _np(rows.weight), _np(rows.spectrum), _np(rows.shift), rows.steps, rows.tolerance**2, _out(rows.y), norms,
     )  # fmt: skip
-    torch_runtime.parallel_for(lambda first, last: _solve_rows(first, last, *arguments), bounds)
+    host.parallel_for(lambda first, last: _solve_rows(first, last, *arguments), bounds)
     return torch.tensor(norms.sum())
 
 
@@ -131,7 +131,7 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
             part = slice(run * _RUN, (run + 1) * _RUN)
             sums[run] = _dot(x[part], y[part])
 
-    torch_runtime.parallel_for(add, list(range(runs + 1)))
+    host.parallel_for(add, list(range(runs + 1)))
     return torch.tensor(sums.sum())
 
 
@@ -158,7 +158,7 @@ def _run_tasks(kernel: Callable[..., None], s: Segments, gathered: int, *argumen
         return
     bounds = np.searchsorted(s.starts, np.linspace(0, entries, tasks + 1)).tolist()
     bounds[-1] = pieces
-    torch_runtime.parallel_for(lambda first, last: kernel(first, last, *arguments), bounds)
+    host.parallel_for(lambda first, last: kernel(first, last, *arguments), bounds)
 
 
 def _tile(s: Segments, gathered: Tensor, matrices: int) -> int:

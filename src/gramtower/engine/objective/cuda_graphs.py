@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gramtower._util.torch_runtime import SideStream
+from gramtower._util.host import SideStream
 from gramtower.engine.objective.gauss_newton import Executor, Factored, GaussNewton
 from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.linearization import Work

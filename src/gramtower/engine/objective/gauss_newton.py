@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.torch_runtime import products_in
+from gramtower._util.host import products_in
 from gramtower.engine.objective.blocks import LeftBlock
 from gramtower.engine.objective.formulas import gram, output_curvature
 from gramtower.engine.objective.value_and_gradient import Evaluation

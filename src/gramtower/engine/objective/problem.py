@@ -27,8 +27,15 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.host import default_budget, explained, free_memory, readable
-from gramtower._util.torch_runtime import PAIR_PRECISIONS, PRECISIONS, products_in
+from gramtower._util.host import (
+    PAIR_PRECISIONS,
+    PRECISIONS,
+    default_budget,
+    explained,
+    free_memory,
+    products_in,
+    readable,
+)
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix, extremes
 from gramtower.data.pairs import MatrixLike, as_features, from_sparse, sorting_bytes

@@ -21,7 +21,7 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from gramtower._util.torch_runtime import SideStream, products_in
+from gramtower._util.host import SideStream, products_in
 from gramtower.distributed.group import Pending
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.objective.blocks import LeftBlock, PairBlocks

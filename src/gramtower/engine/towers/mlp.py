@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from gramtower._util import checks as check
 from gramtower._util.checks import Hidden, check_hidden
-from gramtower._util.host import free_memory, readable
-from gramtower._util.torch_runtime import parallel_for
+from gramtower._util.host import free_memory, parallel_for, readable
 from gramtower.data.pairs import Features
 from gramtower.engine.kernels.elementwise import make_activation
 from gramtower.engine.towers.layers import InputLinear

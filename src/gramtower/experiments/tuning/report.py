@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gramtower._util import html
 from gramtower._util.checks import config_hidden
-from gramtower._util.files import config_text, plain, write_text
-from gramtower._util.schema import build
+from gramtower._util.files import build, config_text, plain, write_text
 from gramtower.experiments.figures import circumstances, drawn, search_figure, table
 from gramtower.experiments.tuning.space import Value
 from gramtower.experiments.tuning.study import Tried, pick

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from gramtower._util import checks as check
+from gramtower._util.checks import need
 from gramtower._util.files import replacing
-from gramtower._util.optional import need
 from gramtower._util.tensors import digest_of
 from gramtower.engine.kernels.elementwise import Loss
 from gramtower.experiments.run_store import RunStore
