@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 import re
@@ -25,7 +26,6 @@ from gramtower.model import defaults, fit_data
 from gramtower.model.feature_spec import history_features
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.fit_parts import make_problem
-from gramtower.model.fitting import sized_as
 
 CPU = torch.device("cpu")
 
@@ -378,8 +378,7 @@ def test_towers_of_ones_own_and_what_a_file_cannot_hold(tmp_path):
 
 def test_defaults_scale_with_the_data():
     size = (1000, 1000)
-    assert defaults.default_omega(size, 10_000, "ids") == pytest.approx(4 * 10_000 / 990_000)
-    assert defaults.default_omega(size, 10_000, "features") == pytest.approx(2 * 10_000 / 990_000)
+    assert defaults.default_omega(size, 10_000) == pytest.approx(2 * 10_000 / 990_000)
     few, many = (defaults.default_l2((1000, n), 10_000, "features") for n in (200, 400))
     assert few == 2 * many == pytest.approx(1.5)
     neither = False, False
@@ -392,13 +391,14 @@ def test_defaults_scale_with_the_data():
     assert powers == ["degree^0.4", "degree^0.4", "degree^0.3", "degree^0.2", "degree^0.2"]
     assert defaults.default_right_weights(size, 900_000, "features", right) == "degree^0.4"
     assert defaults.default_right_weights(size, 900_000, "ids", neither) == "degree^0.1"
-    sparse, dense = (defaults.default_embedding_l2(size, n, 64, "ids") for n in (1000, 100_000))
-    few, some, many = (defaults.default_embedding_l2(size, n, 64, "features") for n in (1000, 50_000, 900_000))
-    assert few < some < many < sparse  # the more pairs an entity has, the more can be learned by heart
-    assert defaults.default_embedding_l2((100, 10_000), 50_000, 64, "features") == some
-    assert sparse == dense == defaults.default_embedding_l2(size, 500_000, 1024, "ids")
-    assert defaults.default_embedding_l2(size, 100_000, 64, "histories") == dense
-    assert defaults.default_embedding_l2(size, 1000, 4096, "ids") == pytest.approx(2 * sparse)
+    sparse, dense = (defaults.default_embedding_l2(size, n, "ids", 1.0) for n in (1000, 100_000))
+    few, some, many = (defaults.default_embedding_l2(size, n, "features", 1.0) for n in (1000, 50_000, 900_000))
+    assert few < some < many < sparse == dense  # the more pairs an entity has, the more can be learned by heart
+    assert defaults.default_embedding_l2((100, 10_000), 50_000, "features", 1.0) == some
+    for seen in ("ids", "features"):  # the same penalty for an entity with 50 pairs, whatever the power
+        one, other = (defaults.default_embedding_l2(size, 50_000, seen, nu) * 150.0**nu for nu in (1.0, 0.6))
+        assert one == pytest.approx(other)
+    assert defaults.default_embedding_l2(size, 100_000, "histories", 1.0) == dense
     sizes = [defaults.default_dim((n, 10 * n), ((), ()), CPU, 10**11) for n in (10, 500, 1000, 3000, 100_000)]
     assert sizes == [10, 128, 256, 256, 256]
     assert defaults.default_dim((100_000, 50_000), ((), ()), torch.device("cuda"), 10**11) == 2048
@@ -408,7 +408,7 @@ def test_defaults_scale_with_the_data():
     assert defaults.default_hidden((10**6, 10**6), (9, 9), torch.device("cuda")) == ((2048,), (2048,))
     assert defaults.default_hidden((10**6, 10**6), (2**15, 2**24), CPU) == ((512,), (64,))
     fitted = small(max_iterations=1).fit(checkerboard())
-    assert fitted.omega_ == pytest.approx(4 * 180 / 220)
+    assert fitted.omega_ == pytest.approx(2 * 180 / 220)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -461,7 +461,7 @@ def test_what_a_container_may_have_counts(monkeypatch, tmp_path):
     assert host.total_memory(CPU) == 123456 < whole
 
 
-def test_a_default_fit_has_the_penalty_of_its_size_and_weights_of_right_entities():
+def test_a_default_fit_has_the_penalty_of_its_frequencies_and_weights_of_right_entities():
     counts = np.array([1, 2, 4, 8, 16])
     pairs = sp.csr_matrix((np.arange(40)[:, None] < counts).astype(np.float32))
 
@@ -469,23 +469,13 @@ def test_a_default_fit_has_the_penalty_of_its_size_and_weights_of_right_entities
         model = gt.TwoTower(device="cpu", **options)
         return make_problem(model, prepare_data(model, pairs))
 
-    assert made().embedding_l2 == 0.0065
-    assert made(dim=4096).embedding_l2 == pytest.approx(2 * 0.0065)
-    assert made(dim=4096, embedding_l2=0.1).embedding_l2 == 0.1
-    own = lambda problem: gt.mlp_towers(problem, dim=2)  # noqa: E731
-    assert [made(towers=own, **given).embedding_l2 for given in ({}, {"dim": 4096})] == pytest.approx(
-        [0.0065, 2 * 0.0065]
-    )
+    frequency = 3 * 31 / math.sqrt(200)
+    assert made().embedding_l2 == pytest.approx(0.01 * frequency**0.2)
+    assert made(frequency_power=1.0).embedding_l2 == 0.01
+    assert made(embedding_l2=0.1).embedding_l2 == 0.1
     left, right = made().weight_arrays
     assert left is None
     assert right == pytest.approx(counts**0.1 / (counts**0.1).mean())
-
-
-def test_a_warm_start_keeps_the_penalty_of_its_size():
-    model = small(dim=2048, hidden=(), max_iterations=1).fit(checkerboard())
-    settings = sized_as(model.set_params(dim=None), model.fitted_)
-    problem = make_problem(settings, prepare_data(settings, checkerboard()))
-    assert problem.embedding_l2 == pytest.approx(0.0065 * 2**0.5)
 
 
 @pytest.mark.parametrize(

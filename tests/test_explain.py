@@ -128,7 +128,7 @@ def row_of_dense(model, row, omega, l2, mu, loss):
 
 @pytest.mark.parametrize("loss", ["squared", "logistic"])
 def test_ids_alone_are_explained_by_their_pairs_as_the_dense_hessian_says(loss):
-    settings = dict(omega=0.3, l2=0.02, embedding_l2=0.01, right_weights="degree^0.5", loss=loss)
+    settings = dict(omega=0.3, l2=0.02, embedding_l2=0.01, frequency_power=1.0, right_weights="degree^0.5", loss=loss)
     model = gt.TwoTower(hidden=(), **(OPTIONS | settings)).fit(DATA)
     row, column = model.left_.rows(["u4"])[0], model.right_.rows(["i2"])[0]
     gradient, hessian = row_of_dense(model, row, 0.3, 0.02, 0.01, loss)

@@ -40,7 +40,9 @@ def test_a_fit_of_faint_pairs_chooses_a_stronger_penalty_than_the_rule_and_ranks
 def test_the_path_starts_at_the_rule_and_keeps_metric_and_standard_error_of_each_point():
     model = small().fit(faint())
     path = model.path_
-    assert path.tried[0].settings["embedding_l2"] == small(select=False).fit(faint()).embedding_l2_
+    assert path.tried[0].settings["embedding_l2"] == pytest.approx(
+        small(select=False).fit(faint()).embedding_l2_, rel=0.05
+    )
     assert path.metric == model.metric
     assert len(path.tried) >= 4
     assert all(0 < point.metric < 1 and 0 < point.standard_error < 0.1 for point in path.tried)
@@ -130,48 +132,50 @@ def test_features_on_both_sides_compare_linear_and_normalised_towers_by_new_enti
 
 def test_shapes_that_are_given_are_not_compared():
     model = small(hidden=(8,), normalize=False).fit(*described())
-    assert all(set(point.settings) == {"l2"} for point in model.path_.tried[:-1])
-    assert set(model.path_.tried[-1].settings) == {"l2", "left_weights"}
+    assert all(set(point.settings) == {"l2"} for point in model.path_.tried[:-2])
+    weights, half = (set(point.settings) - {"l2"} for point in model.path_.tried[-2:])
+    assert weights == {"left_weights"}
+    assert half in ({"omega"}, {"left_weights", "omega"})
 
 
 def offset(seed=0):
-    """Pairs of users who like all of one kind of items, few of the others: means of scores differ by user."""
+    """Pairs of users who like all of one kind of items and few of the others, in different numbers."""
     rng = np.random.default_rng(seed)
     left, right = rng.integers(4, size=300), rng.integers(4, size=200)
     rate = rng.choice([0.02, 0.1, 0.4], size=300)
     return sp.csr_matrix(rng.random((300, 200)) < rate[:, None] * np.where(left[:, None] == right, 2.0, 0.4))
 
 
-def test_fitted_labels_are_tried_last_and_chosen_only_beyond_noise(tmp_path):
+def test_half_of_omega_is_tried_last_and_chosen_only_beyond_noise(tmp_path):
     pairs = offset().astype(np.float32)
     path = (model := small().fit(pairs)).path_
     last, others = path.tried[-1], path.tried[:-1]
-    assert last.settings["imputed"] == "fitted"
-    assert not any("imputed" in point.settings for point in others)
+    rule = small(select=False).fit(pairs).omega_
+    assert 0.8 * rule / 2 < last.settings["omega"] < rule / 2  # the part that is learned from has fewer pairs
+    assert not any("omega" in point.settings for point in others)
     gains = last.metric > max(point.metric for point in others)
-    assert gains or "imputed" not in path.chosen
-    given = small(imputed=-0.5).fit(pairs).path_
-    assert not any("imputed" in point.settings for point in given.tried)
-    assert given.tried == others
+    assert gains or "omega" not in path.chosen
+    given = small(omega=rule).fit(pairs).path_
+    assert not any("omega" in point.settings for point in given.tried)
     model.save(tmp_path / "model")
     assert gt.load(tmp_path / "model").path_ == path
 
 
-def test_a_chosen_label_stays_in_files_and_updates(tmp_path, monkeypatch):
+def test_a_chosen_omega_is_half_of_the_rule_for_all_pairs_and_stays_in_files_and_updates(tmp_path, monkeypatch):
     error = penalty_path._Search.error
 
     def always(search, one, other=None):
-        return -1.0 if "imputed" in one.settings and other is not None else error(search, one, other)
+        return -1.0 if "omega" in one.settings and other is not None else error(search, one, other)
 
     monkeypatch.setattr(penalty_path._Search, "error", always)
     pairs = offset().astype(np.float32)
     model = small().fit(pairs)
-    assert model.path_.chosen["imputed"] == "fitted"
-    given = small(imputed="fitted", embedding_l2=model.embedding_l2_).fit(pairs)
+    assert model.omega_ == model.path_.chosen["omega"] == pytest.approx(small(select=False).fit(pairs).omega_ / 2)
+    given = small(omega=model.omega_, embedding_l2=model.embedding_l2_).fit(pairs)
     assert np.array_equal(model.embed(side="left"), given.embed(side="left"))
     model.save(tmp_path / "model")
     updated = [one.update(pairs) for one in (model, gt.load(tmp_path / "model"))]
-    assert all(one.path_.chosen["imputed"] == "fitted" for one in (model, *updated) if one.path_ is not None)
+    assert all(one.omega_ == model.omega_ for one in updated)
     assert np.array_equal(updated[0].embed(side="right"), updated[1].embed(side="right"))
 
 

@@ -23,6 +23,7 @@ from gramtower.experiments.tuning.study import Solutions, distance, gain, judge,
 from gramtower.experiments.tuning.trial import changed_arguments, make_parts, start_values
 from gramtower.metrics.tally import deal
 from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import make_problem
 from gramtower.training.checkpoint import locked
 
 pytest.importorskip("optuna", reason="tuning needs optuna")
@@ -323,12 +324,15 @@ def test_what_follows_a_setting_that_was_changed_is_not_left_to_the_rules():
     assert seen.keys() >= {"dim", "hidden", "l2"}
 
 
-def test_a_penalty_that_is_not_searched_is_that_of_the_models_size():
-    parts, found = make_parts(data(), 0.1, (None, None), 0, "cpu"), []
-    for model in (small(dim=2), small(dim=2048)):
-        start = start_values(model, parts, prepare_data(model, parts.train, None, None))
-        found.append(changed_arguments({"frequency_power": 0.9}, model, parts.matrix, start)["embedding_l2"])
-    assert found[1] == pytest.approx(2**0.5 * found[0])
+def test_a_penalty_that_is_not_searched_keeps_its_total_weight_for_another_power():
+    model, parts = small(), make_parts(data(), 0.1, (None, None), 0, "cpu")
+    prepared = prepare_data(model, parts.train, None, None)
+    start, problem = start_values(model, parts, prepared), make_problem(model, prepared)
+    found = changed_arguments({"frequency_power": 0.6}, model, parts.matrix, start)["embedding_l2"]
+    (m, n), rows, columns = parts.matrix.shape, *(np.asarray(parts.matrix.sum(axis)).ravel() for axis in (1, 0))
+    counts = np.concatenate([rows + problem.omega * n, columns + problem.omega * m])
+    power = model.frequency_power
+    assert found * (counts**0.6).sum() == pytest.approx(problem.embedding_l2 * (counts**power).sum())
 
 
 def test_the_time_limit_ends_a_search():
@@ -483,7 +487,7 @@ def test_a_winner_that_cannot_be_trained_again_gives_way_to_a_cold_one(monkeypat
 
 
 def test_the_verdict_is_of_the_best_trial_also_where_it_started_warm():
-    found = small(dim=4, embedding_l2=1.0, optimizer_options={"sweeps": 0}).tune(
+    found = small(dim=4, omega=1.6, embedding_l2=1.0, frequency_power=1.0, optimizer_options={"sweeps": 0}).tune(
         data(), trials=8, metric="ndcg@10", space={"penalty": [0.01, 1.0]}, refit=False
     )
     best = pick(found.trials)

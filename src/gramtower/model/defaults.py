@@ -4,24 +4,26 @@
     hidden layers   none                 one on each side with features, see default_hidden
     activation      relu                 relu, gelu if normalised      relu
     k               min(m, n)/5          half of the hidden layer's width
-    ω               4 |O| / (mn − |O|)   2 |O| / (mn − |O|)            as for ids
+    ω               2 |O| / (mn − |O|)   as for ids                    as for ids
     b               degree^0.1           degree^0.2 to degree^0.4      degree^0.3
     λ               2⁻⁵; with features   0.03 |O| / min(m, n), less    as for features
                     as well 0.3          with many features
-    μ               0.0065 and more      0.0005 to 0.006               as for ids
+    μ               0.01                 0.0005 to 0.006               as for ids
     iterations      20, of sweeps 12      12                            12
     refined         no                   if both sides have features   no
 
 An entity with an id counts as "ids" even if it has features as well: its id can learn whatever its pairs show. The
-total weight of unobserved pairs is thus four times (twice) that of observed ones. λ and μ are where the selection
-starts (model/penalty_path.py), which finds the right ones on held-out data; towers over features on both sides are
-also compared with linear and with normalised ones there.
+total weight of unobserved pairs is twice that of observed ones. λ and μ are where the selection starts
+(model/penalty_path.py), which finds the right ones on held-out data; towers over features on both sides are also
+compared with linear and with normalised ones there.
 
-The μ of ids is 0.0065 max(1, √(k/1024)), that of embeddings made of features 8·10⁻⁵ |O| / √(mn). The power of degrees
-in b is 6 √(mn) / |O|, between 0.2 and 0.4: the fewer pairs an entity has, the more frequent ones are held back; it is
-0.4 where only right entities have features, because new ones have no pairs at all. With ids k is the nearest power of
-two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while training would take more than half of the
-memory: ten vectors of (m + n) k numbers.
+The μ above is that of a penalty proportional to the frequency of an entity, ν = 1. For other powers ν it is
+multiplied by f̄^(1−ν), f̄ = 3 |O| / √(mn), the frequency of a typical entity with its share of unobserved pairs. The
+μ of embeddings made of features is 8·10⁻⁵ |O| / √(mn). The power of degrees in b is 6 √(mn) / |O|, between 0.2 and
+0.4: the fewer pairs an entity has, the more frequent ones are held back; it is 0.4 where only right entities have
+features, because new ones have no pairs at all. With ids k is the nearest power of two, at least 64, at most 256 on a
+CPU and 2048 on a GPU; it is halved while training would take more than half of the memory: ten vectors of (m + n) k
+numbers.
 
 docs/evidence/defaults.md has the measurements.
 """
@@ -39,7 +41,7 @@ from gramtower.distributed.group import Group
 IMPUTED, ACTIVATION = -0.5, "relu"
 _NORMALISED_ACTIVATION = "gelu"
 IDS, FEATURES, HISTORIES = "ids", "features", "histories"  # what towers see
-_SHARE = {IDS: 4.0, FEATURES: 2.0, HISTORIES: 4.0}
+_SHARE = 2.0  # total weight of unobserved pairs, relative to that of observed ones
 _POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, HISTORIES: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
 _ITERATIONS = {IDS: 20, FEATURES: 12, HISTORIES: 12}
 _L2, _L2_NEXT_TO_FEATURES, _L2_PER_PAIR = 2.0**-5, 0.3, 0.03
@@ -47,7 +49,7 @@ _LONG_ROWS, _LEAST_OF_LONG_ROWS = 64, 1 / 3  # entries of a row of features abov
 _LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
 _WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
-_PENALTY, _LARGE = 0.0065, 1024
+_PENALTY = 0.01
 _PER_DIMENSION, _LEAST_DIM, _MOST_DIM = 5, 64, {"cpu": 256, "cuda": 2048}  # entities of the smaller side; sizes
 _VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and of Q alone
 
@@ -95,10 +97,10 @@ def default_hidden(shape: tuple[int, int], features: tuple[int, int], device: to
     return left, right
 
 
-def default_omega(shape: tuple[int, int], observed: int, seen: str) -> float:
+def default_omega(shape: tuple[int, int], observed: int) -> float:
     """ω that gives unobserved pairs a fixed total weight relative to observed ones, and less where they are few."""
     unobserved = shape[0] * shape[1] - observed
-    return _SHARE[seen] * max(1, observed) / max(1, observed, unobserved)
+    return _SHARE * max(1, observed) / max(1, observed, unobserved)
 
 
 def default_l2(shape: tuple[int, int], observed: int, seen: str, entries: float = 0.0) -> float:
@@ -109,11 +111,12 @@ def default_l2(shape: tuple[int, int], observed: int, seen: str, entries: float 
     return _L2_PER_PAIR * long * max(1, observed) / min(shape)
 
 
-def default_embedding_l2(shape: tuple[int, int], observed: int, dim: int, seen: str) -> float:
-    """μ: for features from the pairs of an entity; otherwise a constant that grows with large k."""
+def default_embedding_l2(shape: tuple[int, int], observed: int, seen: str, power: float) -> float:
+    """μ for a power ν of the frequency: for features from the pairs of an entity, otherwise a constant."""
+    pairs, penalty = _pairs_of_entity(shape, observed), _PENALTY
     if seen == FEATURES:
-        return min(_MOST_PENALTY, max(_LEAST_PENALTY, _PENALTY_PER_PAIR * _pairs_of_entity(shape, observed)))
-    return _PENALTY * max(1.0, math.sqrt(dim / _LARGE))
+        penalty = min(_MOST_PENALTY, max(_LEAST_PENALTY, _PENALTY_PER_PAIR * pairs))
+    return penalty * math.pow(max(1.0, (1 + _SHARE) * pairs), 1 - power)
 
 
 def default_right_weights(shape: tuple[int, int], observed: int, seen: str, described: tuple[bool, bool]) -> str:

@@ -348,14 +348,15 @@ class RowEquations:
 def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matrix) -> Problem:
     """What the model was fitted to, without the features."""
     seen = seen_by_towers((fitted.left.inputs, fitted.right.inputs))
-    size, right = (pairs.shape, pairs.nnz), settings.right_weights
+    size = pairs.shape, pairs.nnz
     l2, mu = fitted.l2, fitted.embedding_l2
     if l2 is None or mu is None:  # loaded from an older file
         l2, mu = given(settings.l2), given(settings.embedding_l2)
         l2 = defaults.default_l2(*size, seen) if l2 is None else l2
-        mu = defaults.default_embedding_l2(*size, fitted.dim, seen) if mu is None else mu
+        mu = defaults.default_embedding_l2(*size, seen, settings.frequency_power) if mu is None else mu
     if fitted.path is not None:
         settings = settings.with_changes(**fitted.path.chosen)
+    right = settings.right_weights
     if isinstance(right, str) and right == "auto":
         described = fitted.left.inputs.described, fitted.right.inputs.described
         right = fitted.auto_weights or defaults.default_right_weights(*size, seen, described)

@@ -52,13 +52,11 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
     settings = settings.with_changes()
     size, shards, known = (data.shape, data.observed), data.shards, data.seen
     omega, l2, mu = given(settings.omega), given(settings.l2), given(settings.embedding_l2)
-    if mu is None:  # of towers of one's own the size is not known yet
-        mu = defaults.default_embedding_l2(
-            *size, data.dim if settings.towers is None else given(settings.dim) or 1, known
-        )
+    if mu is None:
+        mu = defaults.default_embedding_l2(*size, known, settings.frequency_power)
     return Problem(
         data.matrix, *data.features, loss=settings.loss,
-        omega=defaults.default_omega(*size, known) if omega is None else omega,
+        omega=defaults.default_omega(*size) if omega is None else omega,
         l2=defaults.default_l2(*size, known, data.entries) if l2 is None else l2,
         imputed=imputed_label(settings),
         left_weights=_local_weights("left_weights", left_weights(settings), shards.left),

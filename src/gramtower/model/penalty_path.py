@@ -11,12 +11,15 @@ The path starts at the rule's value (defaults.py), moves up by a factor while th
 while it improves, and is refined once between the best point and its better neighbour; the top of the polynomial
 through them is taken. Of points whose difference to the best is within one standard error of that difference, the one
 with the strongest penalty is preferred. Towers over ids start from the parameters of the point before, as glmnet does,
-and take a fraction of a fit's iterations. Networks over features start from scratch, because from another point they
-end elsewhere; they are narrower than those of the fit, and the rule's value stays if it is within one standard error of
-the best. Where features describe both sides, linear and normalised towers are compared at the rule's value first.
+and take a quarter of a fit's iterations; only the first point takes all of them, because a point that has not converged
+makes its neighbours look better. Networks over features start from scratch, because from another point they end
+elsewhere; they are narrower than those of the fit, and the rule's value stays if it is within one standard error of the
+best. Where features describe both sides, linear and normalised towers are compared at the rule's value first, and each
+point takes half of a fit's iterations.
 
-At the best penalty another objective is compared with the default: fitted labels of unobserved pairs where every entity
-has an id, and weights of left entities by degree^0.5 where features describe both sides.
+At the best penalty other objectives are compared with the default, one after the other, and a change stays if it gains
+more than one standard error: half of ω where every entity has an id, left weights by degree^0.5 and half of ω where
+features describe both sides.
 
 Where features are given next to ids, the path is that of ids. Then a fit of ids and one of both, at the best penalty,
 rank the held-out pairs: features take part in training if they gain two standard errors. Otherwise known entities are
@@ -24,7 +27,8 @@ ranked as by ids, and features serve only to embed new ones (unseen.py).
 
 More pairs want a weaker penalty on embeddings: μ is multiplied by the share of pairs that was kept.
 From 5 million pairs on, a sample of the left entities is enough to choose by.
-Cost: four to six points, each a third to a half of a fit.
+Cost: with ids one fit and some five points of a quarter of a fit; with features three or four narrower fits, or up to
+nine of half the iterations where shapes are compared.
 """
 
 from __future__ import annotations
@@ -59,14 +63,15 @@ from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason
 
-OBJECTIVE = ("l2", "embedding_l2", "imputed", "left_weights")  # arguments of the objective that a path can choose
+# arguments of the objective that a path can choose
+OBJECTIVE = ("l2", "embedding_l2", "omega", "imputed", "left_weights", "right_weights")
 HOLDS = ("pairs", "left", "right")  # parts that select="…" can ask to hold out
 _PENALTIES = {defaults.IDS: ("embedding_l2",), defaults.FEATURES: ("l2",), defaults.HISTORIES: ("embedding_l2", "l2")}
 _SHARE, _RANKED, _LEAST = 0.1, 5_000, 50  # of an entity's pairs, and of all; most and least entities that are ranked
 _ENTITIES = 0.2  # of the entities of a side with features
 _FACTOR = {"embedding_l2": 2.0, "l2": 4.0}
 _STEPS, _FEW_STEPS = 6, 2  # points of a path in one direction: of towers over ids, and of networks over features
-_FIRST, _NEXT = 0.5, 0.25  # of a fit's iterations: from scratch, and from another point
+_NEXT, _SHAPES = 0.25, 0.5  # share of a fit's iterations: from another point, and where shapes are compared
 _NARROW = {"cpu": 512, "cuda": 1024}  # hidden units of towers over features that are compared
 _WHOLE = 0.3  # power of the share of a sample that μ is multiplied by
 _SURE = 2.0  # standard errors by which features next to ids must gain to take part in training
@@ -120,16 +125,24 @@ def select(settings: ModelSettings, pairs: FitPairs, features: Both, given: Held
     tried = [Tried(point.settings, point.metric, point.standard_error) for one in searches for point in one.points]
     if best is None:
         return Selection(settings.metric, part.text, tried, note=f"{settings.metric} is the same for all")
-    chosen = {**best.shape.changes}
+    chosen = dict(best.shape.changes)
     if "l2" in names:
         l2 = search.problem.l2 * scale
         if part.unseen is not None and given is None:  # a sum over pairs grows with them
             l2 *= _pairs_of_entity(matrix_and_ids(pairs)[0]) / _pairs_of_entity(data.matrix)
         chosen["l2"] = l2
+    if "omega" in chosen:
+        chosen["omega"] = search.problem.omega * (1.0 if given is not None else _denser(pairs, part))
     if "embedding_l2" in names:
         more = part.kept * part.sample**_WHOLE
         chosen["embedding_l2"] = search.problem.embedding_l2 * scale * more
     return Selection(settings.metric, part.text, tried, chosen, ids_only=by_ids)
+
+
+def _is_open(settings: ModelSettings, name: str) -> bool:
+    """Whether an argument of the objective is left to the data; None as weights means equal ones."""
+    value = getattr(settings, name)
+    return (value is None and name == "omega") or (isinstance(value, str) and value == "auto")
 
 
 def _too_few(count: int) -> str:
@@ -247,6 +260,14 @@ def _draws(seed: int, first: int, count: int) -> NDArray[np.float64]:
     """Numbers ``first``, ``first`` + 1, … of a random sequence; Philox makes four at a time."""
     skipped = first % 4
     return np.random.Generator(np.random.Philox(seed).advance(first // 4)).random(skipped + count)[skipped:]
+
+
+def _denser(pairs: FitPairs, part: HeldOut) -> float:
+    """The rule's ω for all pairs over that for the part to learn from, which has a lower density."""
+    if isinstance(pairs, Shard):
+        return 1 / part.kept
+    whole, here = matrix_and_ids(pairs)[0], matrix_and_ids(part.pairs)[0]
+    return defaults.default_omega(whole.shape, whole.nnz) / defaults.default_omega(here.shape, here.nnz)
 
 
 def _pairs_of_entity(matrix: sp.csr_matrix) -> float:
@@ -369,22 +390,27 @@ class _Search:
         return list(points.values())
 
     def alternative(self, best: _Point) -> _Point:
-        """Compare another objective at the best penalty: fitted labels for ids, weights by degree for features."""
-        weights = self.settings.left_weights
-        if self.data.seen == defaults.IDS and self.settings.imputed == "auto":
-            changes = {"imputed": "fitted"}
-        elif all(self.data.features_alone) and isinstance(weights, str) and weights == "auto":
-            changes = {"left_weights": "degree^0.5"}
-        else:
-            return best
-        shape = replace(best.shape, changes={**best.shape.changes, **changes})
-        default = self.problem, self.own
-        self.problem, self.own = self.objective(self.settings.with_changes(**changes))
-        found = self.point(shape, best.exponent, best.parameters)
-        if found.metric - best.metric > (self.error(found, best) if self.warm else 0.0):
-            return found
-        self.problem, self.own = default
+        """Compare other objectives at the best penalty, one after the other; those that gain are combined."""
+        for name, value in self.others():
+            shape = replace(best.shape, changes={**best.shape.changes, name: value})
+            kept = {name: value for name, value in shape.changes.items() if name in OBJECTIVE}
+            default = self.problem, self.own
+            self.problem, self.own = self.objective(self.settings.with_changes(**kept))
+            found = self.point(shape, best.exponent, best.parameters)
+            if found.metric - best.metric > self.error(found, best):
+                best = found
+            else:
+                self.problem, self.own = default
         return best
+
+    def others(self) -> list[tuple[str, float | str]]:
+        """Other values of arguments of the objective that the user left open, in the order in which they are tried."""
+        found: list[tuple[str, float | str]] = []
+        if all(self.data.features_alone):
+            found.append(("left_weights", "degree^0.5"))
+        if found or self.data.seen == defaults.IDS:
+            found.append(("omega", self.problem.omega / 2))
+        return [(name, value) for name, value in found if _is_open(self.settings, name)]
 
     def resized(self, changes: JSON) -> FitData:
         """The data with towers of a shape, over features as narrow as is enough to compare them."""
@@ -408,7 +434,7 @@ class _Search:
         if self.warm and start is not None:
             towers.load(start)
         if share is None:
-            share = 1.0 if not self.warm else _FIRST if start is None else _NEXT
+            share = _SHAPES if all(self.data.features_alone) else 1.0 if start is None else _NEXT
         count = max(1, round(share * iterations(settings, shape.data, problem, towers)))
         result = minimize(problem, towers, self.solver, count, seed=settings.seed)
         if result.reason is Reason.INTERRUPTED:

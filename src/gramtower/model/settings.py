@@ -127,7 +127,7 @@ class ModelSettings:
             choose it where there are ids.
         frequency_power: Power ν of the frequency in ``embedding_l2``.
         imputed: Label of unobserved pairs: a number, or "fitted" for the mean score of each left entity. "auto" is
-            -0.5, unless ``select`` finds fitted labels better, which it tries where every entity has an id.
+            -0.5.
         left_weights: Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for
             equal weights. "auto" means equal weights, unless ``select`` finds "degree^0.5" better, which it tries where
             both sides have only features.
@@ -172,7 +172,7 @@ class ModelSettings:
     l2: float | Auto | None = _setting("auto", "model", searched="l2")
     embedding_l2: float | Auto | None = _setting("auto", "model", searched="penalty")
     frequency_power: float = _setting(
-        1.0, "model", help="Power of the frequency in --embedding-l2.", searched="frequency_power"
+        0.8, "model", help="Power of the frequency in --embedding-l2.", searched="frequency_power"
     )
     imputed: float | str = _setting("auto", "model", searched="imputed")
     left_weights: WeightsLike = _setting(
