@@ -487,7 +487,7 @@ def test_a_winner_that_cannot_be_trained_again_gives_way_to_a_cold_one(monkeypat
 
 
 def test_the_verdict_is_of_the_best_trial_also_where_it_started_warm():
-    found = small(dim=4, omega=1.6, embedding_l2=1.0, frequency_power=1.0, optimizer_options={"sweeps": 0}).tune(
+    found = small(dim=4, omega=1.4, embedding_l2=1.0, frequency_power=1.0, optimizer_options={"sweeps": 0}).tune(
         data(), trials=8, metric="ndcg@10", space={"penalty": [0.01, 1.0]}, refit=False
     )
     best = pick(found.trials)
