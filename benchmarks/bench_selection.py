@@ -154,9 +154,11 @@ class Ids:
 
     def random(self, rng: np.random.Generator, base: gt.TwoTower) -> dict[str, Any]:
         """Settings drawn around those of a model by rules."""
-        dim = int(base.dim_ * rng.choice([0.5, 1, 1, 2]))
+        power, dim = float(rng.choice([0.7, 0.85, 1.0])), int(base.dim_ * rng.choice([0.5, 1, 1, 2]))
+        counts = np.concatenate([np.diff(self.train.indptr), np.bincount(self.train.indices)])
         return {
-            "embedding_l2": base.embedding_l2_ * 2 ** rng.uniform(-2, 4),
+            "embedding_l2": base.embedding_l2_ * 2 ** rng.uniform(-2, 4) * float(np.median(counts)) ** (0.8 - power),
+            "frequency_power": power,
             "omega": base.omega_ * 2 ** rng.uniform(-2, 2),
             "right_weights": f"degree^{rng.choice([0, 0.1, 0.2, 0.3])}",
             "left_weights": f"degree^{rng.choice([0, 0, 0.3])}",
@@ -201,7 +203,8 @@ class Features(Ids):
         return {
             "l2": base.l2_ * 2 ** rng.uniform(-3, 5), "embedding_l2": base.embedding_l2_ * 2 ** rng.uniform(-2, 2),
             "normalize": normalize, "activation": str(rng.choice(["relu", "gelu"])),
-            "left_weights": f"degree^{rng.choice([0, 0.5])}",
+            "omega": base.omega_ * 2 ** rng.uniform(-2, 2), "left_weights": f"degree^{rng.choice([0, 0.5, 1])}",
+            "right_weights": f"degree^{rng.choice([0, 0.2, 0.4, 0.6])}",
             **({"hidden": ()} if rng.random() < 0.4 else {}), "max_iterations": int(rng.choice([8, 12, 20])),
         }  # fmt: skip
 
