@@ -1,7 +1,7 @@
 """The log of a search: records of trials, which of them wins, and what is tried next.
 
 A trial replaces the defaults only if it is better by more than the choice of validation entities explains: its gain,
-the difference of both metrics, must exceed one standard error of that difference (metrics/jackknife.py), paired over
+the difference of both metrics, must exceed one standard error of that difference (metrics/tally.py), paired over
 the entities that both were measured on. These are the held-out entities, or the users where pairs were held out. The
 best of the trials that pass wins; if none does, the defaults stay.
 
