@@ -161,6 +161,17 @@ def test_after_an_interrupt_anywhere_in_it_a_thread_can_use_the_other_precision(
     assert len(lines) > 10
 
 
+def test_entering_a_block_does_not_list_the_frames_of_all_threads(monkeypatch):
+    """Python 3.11 holds a lock for that list; a garbage collection that needs the same lock waited for it for ever."""
+
+    def refuse():
+        raise AssertionError("sys._current_frames was called")
+
+    monkeypatch.setattr(sys, "_current_frames", refuse)
+    with products_in("tf32"), products_in("tf32"):
+        pass
+
+
 def test_a_thread_that_ended_inside_keeps_nobody_waiting(matmul):
     held = [products_in("tf32")]
     for target in (held[0].__enter__, lambda: held.append(products_in("float32").__enter__())):

@@ -412,7 +412,7 @@ class _Inside(threading.local):
 _inside = _Inside()
 _turn = threading.Condition()
 _stack = ExitStack()  # restores the setting
-_users: dict[int, str] = {}  # threads inside blocks, and the precision that they use
+_users: dict[threading.Thread, str] = {}  # threads inside blocks, and the precision that they use
 
 
 @contextmanager
@@ -434,27 +434,27 @@ def products_in(precision: str) -> Iterator[None]:
 def _enter(precision: str) -> None:
     """Wait until no other thread uses the other precision, and set this one."""
     with _turn:
-        _users.pop(threading.get_ident(), None)  # is there if the thread was interrupted while it left
+        _users.pop(threading.current_thread(), None)  # is there if the thread was interrupted while it left
         while not set(_live_users().values()) <= {precision}:
             _turn.wait(1.0)  # a thread that dies in its block does not notify
         if not _users:
             _stack.close()
             _stack.enter_context(_set_to(precision))
-        _users[threading.get_ident()] = precision
+        _users[threading.current_thread()] = precision
 
 
 def _leave() -> None:
     """Restore the setting if no other thread needs it."""
     with _turn:
-        _users.pop(threading.get_ident(), None)
+        _users.pop(threading.current_thread(), None)
         if not _live_users():
             _stack.close()
             _turn.notify_all()
 
 
-def _live_users() -> dict[int, str]:
+def _live_users() -> dict[threading.Thread, str]:
     """Forget threads that ended without leaving their block, and return the others."""
-    for ended in _users.keys() - sys._current_frames().keys():
+    for ended in [thread for thread in _users if not thread.is_alive()]:
         del _users[ended]
     return _users
 
