@@ -2,7 +2,7 @@
 
     python benchmarks/bench_selection.py --data DATA --out FOLDER            # all sets, three splits
     python benchmarks/bench_selection.py --sets ml1m,amazon-beauty --random 100 --device cpu
-    python benchmarks/bench_selection.py --objectives --splits 0         # labels and left weights
+    python benchmarks/bench_selection.py --objectives --splits 0         # labels, weights of pairs and entities
     python benchmarks/bench_selection.py --known --sets ml1m,citeulike --splits 0,1
 
 Each set is split three times. Sets of ids: a fifth of each left entity's pairs is the test part, Recall@20 / NDCG@20.
@@ -272,20 +272,26 @@ def measured(part: Ids, device: str, random: int, seed: int) -> dict[str, Any]:
 
 
 def objectives(part: Ids, device: str) -> dict[str, Any]:
-    """Labels and left weights, each with the penalty that is best on the test part."""
-    base = part.fit(device=device, select=False, max_iterations=1)
-    name, powers = ("l2", (-4, -2, 0, 2, 4)) if isinstance(part, Features) else ("embedding_l2", (0, 1, 2, 3))
-    shape = {"hidden": ()} if isinstance(part, Features) else {}
+    """Objectives, each with the penalty that is best on the test part: labels, and weights of pairs and entities."""
+    if isinstance(part, Features):
+        name, powers, shape = "l2", (-4, -2, 0, 2, 4), {"hidden": ()}
+        tried = [{"imputed": label, "left_weights": f"degree^{p}"} for label in (-0.5, "fitted") for p in (0, 0.5)]
+    else:
+        name, powers, shape = "embedding_l2", (-1, 0, 1, 2), {}
+        shares = [(share, power, -0.5) for share in (4, 2, 1) for power in (1.0, 0.8)]
+        shares += [(2, 0.8, label) for label in (-1.0, 0.0, "fitted")]
+        omega = part.fit(device=device, select=False, max_iterations=1).omega_ / 2  # of a share of 1
+        tried = [{"omega": omega * share, "frequency_power": power, "imputed": y} for share, power, y in shares]
     rows = {}
-    for label in (-0.5, "fitted"):
-        for weights in ("degree^0", "degree^0.5"):
-            options = {"imputed": label, "left_weights": weights, "device": device, "select": False, **shape}
-            found = []
-            for power in powers:
-                model = part.fit(**options, **{name: getattr(base, f"{name}_") * 2.0**power})
-                found.append((part.scores(model, device), f"{name} times 2^{power}"))
-            scores, setting = max(found, key=lambda one: one[0][-1])
-            rows[f"label {label}, left weights {weights}"] = {"metrics": scores, "settings": setting}
+    for options in tried:
+        options = {**options, **shape, "device": device, "select": False}
+        base, found = part.fit(**options, max_iterations=1), []
+        for power in powers:
+            model = part.fit(**options, **{name: getattr(base, f"{name}_") * 2.0**power})
+            found.append((part.scores(model, device), f"{name} times 2^{power}"))
+        scores, setting = max(found, key=lambda one: one[0][-1])
+        text = ", ".join(f"{key} {value}" for key, value in options.items() if key not in ("device", "select", *shape))
+        rows[text] = {"metrics": scores, "settings": setting}
     return rows
 
 
@@ -329,7 +335,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--name", default="", help="name of the result, instead of its section of selection.json")
     parser.add_argument("--known", action="store_true", help="rank known entities by ids next to features")
-    parser.add_argument("--objectives", action="store_true", help="compare labels and left weights instead")
+    parser.add_argument("--objectives", action="store_true", help="compare labels and weights instead")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, which share the device")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
