@@ -91,10 +91,10 @@ def test_score_and_similar_know_new_entities_of_both_sides(model):
     found = model.predict(["u31", "u1"], ["i24", "i25"], left_features=left, right_features=right)
     P = np.stack([model.embed(left_features=left)[0], model.embed("u1")[0]])
     np.testing.assert_allclose(found, (P * model.embed(right_features=right)[:2]).sum(1), rtol=1e-4, atol=1e-5)
-    ids, scores = model.similar("i24", k=ITEMS, right_features=right)
+    ids, scores = model.similar("i24", k=ITEMS + 2, right_features=right)
     assert "i24" not in ids[0]
     assert {"i25", "i26"} <= set(ids[0])
-    by_row, same = model.similar(k=ITEMS, right_features=right)
+    by_row, same = model.similar(k=ITEMS + 2, right_features=right)
     assert (by_row[0] == ids[0]).all()
     np.testing.assert_allclose(same[0], scores[0], rtol=1e-4, atol=1e-6)
     assert len(by_row) == len(NEW)
