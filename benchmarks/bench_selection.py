@@ -245,7 +245,7 @@ def known(given: argparse.Namespace) -> None:
             write_result(f"selection/known-{given.device}", {"sets": found}, given.out)
 
 
-def measured(part: Ids, device: str, random: int, seed: int) -> dict[str, Any]:
+def measured(part: Ids, device: str, random: int, seed: int, tuned: float = 0.0) -> dict[str, Any]:
     """The rows of one split: metrics, and seconds of fits."""
     rows: dict[str, Any] = {name: {"metrics": row} for name, row in part.baselines(device).items()}
     part.fit(device=device, select=False, max_iterations=1)  # compiles
@@ -260,6 +260,10 @@ def measured(part: Ids, device: str, random: int, seed: int) -> dict[str, Any]:
     start = time.perf_counter()
     longer = part.fit(device=device, select=False, **_twice(models["default"]))
     rows["twice the iterations"] = {"metrics": part.scores(longer, device), "seconds": time.perf_counter() - start}
+    if tuned:
+        model = gt.TwoTower(device=device)
+        model.tune(part.train, time_limit=tuned, trials=10_000)
+        rows[f"tuned for {tuned:.0f} s"] = {"metrics": part.scores(model, device)}
     rng, best = np.random.default_rng(seed), None
     for _ in range(random):
         options = part.random(rng, models["by rules"])
@@ -331,6 +335,7 @@ def main() -> None:
     parser.add_argument("--splits", default="0,1,2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--random", type=int, default=0, help="random settings to try on the first split")
+    parser.add_argument("--tune", type=float, default=0.0, help="seconds to tune the default for, on sets of ids")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--name", default="", help="name of the result, instead of its section of selection.json")
@@ -357,7 +362,8 @@ def main() -> None:
             if given.objectives:
                 rows, end = objectives(part, given.device), ""
             else:
-                rows = measured(part, given.device, given.random if split_number == 0 else 0, split_number)
+                random = given.random if split_number == 0 else 0
+                rows = measured(part, given.device, random, split_number, given.tune)
                 ratio = rows["default"]["seconds"] / rows["by rules"]["seconds"]
                 end = f"| {ratio:.1f} fits {rows['default']['selection']}"
             found[f"{name} split {split_number}"] = {"metrics": list(part.metrics), "rows": rows}

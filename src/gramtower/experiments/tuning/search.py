@@ -280,10 +280,12 @@ class _Run:
             raise KeyboardInterrupt
         verdict = verdict or judge([t for t in tried if t.same_as is None and (t.started_cold or not cold_only)])
         best, unseen = verdict.winner, self.parts.unseen
-        arguments = {} if self.path is None else dict(self.path.chosen)
-        arguments |= changed_arguments(best.settings, self.model, self.parts.matrix, self.start)
-        if unseen is None:  # otherwise a trial has the iterations that a fit has by itself
-            arguments["max_iterations"] = max(1, best.iteration)
+        chosen = {} if self.path is None else self.path.chosen
+        arguments = {}
+        if not chosen or best.number > 0:  # otherwise a fit by itself is best: it chooses on fewer held-out pairs
+            arguments = chosen | changed_arguments(best.settings, self.model, self.parts.matrix, self.start)
+            if unseen is None:  # otherwise a trial has the iterations that a fit has by itself
+                arguments["max_iterations"] = max(1, best.iteration)
         return Search(
             metric=self.metric,
             trials=tried,
