@@ -184,7 +184,7 @@ def make_runner(
         remark, everything = None, read_pairs(source, settings.data, loss=settings.model.loss or ModelSettings.loss)
     pairs, held_out = held_out_of(everything, settings.data, settings.train.seed or 0, of_all=True)
 
-    arguments = settings.estimator_arguments()
+    arguments = {"precision": "float32"} | settings.estimator_arguments()  # with tf32 some optimizers stall
     model = ModelSettings(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
     features, _ = tower_features(settings, pairs, common.note)
     data = prepare_data(model, pairs, **features, validation=held_out)
@@ -270,6 +270,7 @@ def compare(
 
     Each optimizer stops as in fit, with three differences: without --time-limit it stops after 60 seconds of training,
     without --max-iterations there is no limit on iterations, and it does not stop when the metric no longer improves.
+    Matrix products on a GPU are float32 unless --precision says tf32, with which newton stalls.
     Without --validation a tenth of the pairs is held out for the metric. Only the optimizers' own work is timed, not
     the metric and not checkpoints.
 

@@ -64,9 +64,16 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
         left_weights=_local_weights("left_weights", left_weights(settings), shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
         embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
-        precision=settings.precision, pair_precision=settings.pair_precision,
+        precision=precision(settings), pair_precision=settings.pair_precision,
         pair_weights=data.weights, shards=None if shards.single else shards,
     )  # fmt: skip
+
+
+def precision(settings: ModelSettings) -> str:
+    """The precision of products as it was given, or tf32 if the optimizer is safe with it."""
+    if settings.precision != "auto":
+        return settings.precision
+    return "tf32" if as_solver(settings.optimizer, dict(settings.solver_options())).tf32 else "float32"
 
 
 def imputed_label(settings: ModelSettings) -> float | str:

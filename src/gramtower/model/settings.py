@@ -148,8 +148,8 @@ class ModelSettings:
         towers: Function from a Problem to Towers of your own, used instead of the multi-layer ones.
         memory_budget: Memory that training may use beyond the data and the towers, such as 500MB or 2GiB. "auto" goes
             by the machine (see docs/choosing.md).
-        precision: Precision of matrix products on a GPU: tf32 or float32. Both reach the same objective
-            (benchmarks/bench_gpu.py --same-objective).
+        precision: Precision of matrix products on a GPU: tf32 or float32. "auto" is tf32 with optimizers that get as
+            far with it, such as newton-kron, and float32 with the others, such as newton (see docs/gpu.md).
         pair_precision: Precision of embeddings gathered for each pair on a GPU: float32 or bfloat16.
         scale_features: Bring features to a common scale. The scale is learned from the training data and kept in the
             model (model/feature_spec.py); False uses features unchanged.
@@ -211,7 +211,7 @@ class ModelSettings:
     seed: int = _setting(0, "train")
     towers: Callable[[Problem], Towers] | None = _setting(None, saved=False)
     memory_budget: int | str | Auto | None = _setting("auto", "train", shown="by the machine")
-    precision: str = _setting("tf32", "train")
+    precision: str = _setting("auto", "train")
     pair_precision: str = _setting("float32", "train")
     scale_features: bool = _setting(True, "model", shown="yes")
     verbose: bool = _setting(False)
