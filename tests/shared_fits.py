@@ -210,6 +210,8 @@ def estimator_fit(folder, partition):
     seen["refined"] = (draw.normal(size=(40, 6)), draw.normal(size=(30, 5)))
     for kind in ("whole", "history", "beside", "refined", "parts"):
         weights = dict(left_weights="degree^0.5", right_weights=np.linspace(0.5, 1.5, 30)) if kind == "beside" else {}
+        if kind == "history":
+            weights["imputed"] = np.linspace(-1, 0, 80).reshape(40, 2), np.linspace(0, 1, 60).reshape(30, 2)
         model = gt.TwoTower(dim=4, hidden=(8,), max_iterations=4, device="cpu", metric="recall@5", **weights)
         if kind == "parts":
             model.fit(read_part(partition, group()))

@@ -41,6 +41,7 @@ _ELSEWHERE = {
 }
 #: The default of settings that are chosen by the data; None stands for the same.
 Auto = Literal["auto"]
+Factors: TypeAlias = tuple[NDArray[np.floating], NDArray[np.floating]]
 WeightsLike: TypeAlias = str | Sequence[float] | NDArray[np.floating] | None
 _Kind = TypeVar("_Kind", bound=type)
 _Value = TypeVar("_Value")
@@ -126,8 +127,9 @@ class ModelSettings:
         embedding_l2: Penalty μ on embeddings, which grows with the frequency of an entity. "auto" lets ``select``
             choose it where there are ids.
         frequency_power: Power ν of the frequency in ``embedding_l2``.
-        imputed: Label of unobserved pairs: a number, or "fitted" for the mean score of each left entity. "auto" is
-            -0.5, unless ``select`` finds fitted labels better, which it tries where every entity has an id.
+        imputed: Label of unobserved pairs: a number, "fitted" for the mean score of each left entity, or two arrays
+            (P̃, Q̃) with a row for each left and each right entity, whose products are the labels. "auto" is -0.5,
+            unless ``select`` finds fitted labels better, which it tries where every entity has an id.
         left_weights: Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for
             equal weights. "auto" means equal weights, unless ``select`` finds "degree^0.5" better, which it tries where
             both sides have only features.
@@ -174,7 +176,13 @@ class ModelSettings:
     frequency_power: float = _setting(
         1.0, "model", help="Power of the frequency in --embedding-l2.", searched="frequency_power"
     )
-    imputed: float | str = _setting("auto", "model", searched="imputed")
+    imputed: float | str | Factors = _setting(
+        "auto",
+        "model",
+        help="Label of unobserved pairs: a number, fitted, or a file of low-rank labels: FILE.npz with the arrays left "
+        "and right, and left_ids and right_ids for the ids of their rows; or LEFT.npy,RIGHT.npy.",
+        searched="imputed",
+    )
     left_weights: WeightsLike = _setting(
         "auto",
         "model",
@@ -260,6 +268,11 @@ class ModelSettings:
         if isinstance(self.loss, Loss) and LOSSES.get(self.loss.name) is self.loss:
             changes["loss"] = self.loss.name
         return self.with_changes(**changes)
+
+    @property
+    def factors(self) -> Factors | None:
+        """P̃ and Q̃ where ``imputed`` has them, otherwise None."""
+        return self.imputed if isinstance(self.imputed, (tuple, list)) else None
 
     def solver_options(self) -> Mapping[str, Any]:
         """Return the constants of the optimizer."""
