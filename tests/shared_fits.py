@@ -27,6 +27,7 @@ FITS = {
 MORE = {
     "sampling": ("sampling", SAMPLED, "mixed", torch.float64),
     "sogram, searched step": ("sogram", {"ratio": 0.2, "steps": 2}, "mixed", torch.float64),
+    "sogram, exchanged": ("sogram", {"ratio": 0.2, "steps": 2, "swap": True}, "mixed", torch.float64),
     "lbfgs": ("lbfgs", {}, "mixed", torch.float64),
     "newton-kron, weights by degree": ("newton-kron", {}, "degrees", torch.float64),
     "newton-kron, fitted labels": ("newton-kron", {}, "fitted", torch.float64),

@@ -236,6 +236,8 @@ class Sogram(_Stochastic):
     Args:
         ratio: ρ, the fraction of the pairs sampled in a step.
         alpha: α, the rate of the Gramians' running averages.
+        swap: whether the two subsets also exchange their parts, and the two gradients are averaged (the paper's variant
+            below eq:gramian2). The variance is lower, and a step costs about half as much again.
         step_size: δ, a fixed step size; None searches for one by the exact objective, and halves it if the run
             diverges.
         steps: steps in one iteration; None for 8, 16, … up to 1/ρ or about a second of work (optim/stochastic.py).
@@ -243,9 +245,13 @@ class Sogram(_Stochastic):
 
     name: ClassVar[str] = "sogram"
     alpha: float = _share(0.1)
+    swap: bool = _option(False, check.flag)
 
     def method(self, seed: int) -> Method:
-        return self._sampled(Subsets(seed, self.ratio, self.alpha), Steepest())
+        return self._sampled(self._subsets(seed), Steepest())
+
+    def _subsets(self, seed: int) -> Subsets:
+        return Subsets(seed, self.ratio, self.alpha, self.swap)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +266,7 @@ class DiagonalSogram(Sogram):
     mu: float = _positive(1e-8)
 
     def method(self, seed: int) -> Method:
-        return self._sampled(Subsets(seed, self.ratio, self.alpha), Diagonal(self.mu))
+        return self._sampled(self._subsets(seed), Diagonal(self.mu))
 
 
 @dataclass(frozen=True, kw_only=True)
