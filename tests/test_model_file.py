@@ -106,6 +106,25 @@ def test_low_rank_labels_are_kept_and_fitted_again(tmp_path):
             gt.load(rewritten(tmp_path / "m", tmp_path / "bad", change))
 
 
+def test_a_model_with_a_loss_of_its_own_is_fitted_again_after_loading_with_it(tmp_path):
+    cosh = gt.Loss(value=lambda y, s: torch.log(torch.cosh(s - y)), name="log-cosh")
+    model = fitted(loss=cosh, hidden=(), max_iterations=5)
+    model.save(tmp_path / "m")
+    more = gt.Interactions.from_arrays(["u0", "u1"], ["i1", "i2"])
+    without, loaded = gt.load(tmp_path / "m"), gt.load(tmp_path / "m", loss=cosh)
+    assert np.array_equal(without.recommend(["u0"])[0], model.recommend(["u0"])[0])
+    with pytest.raises(ValueError, match=r"^loss: got 'log-cosh'.*gt.load\(path, loss="):
+        without.update(more)
+    assert loaded.explain("u0", "i1").score == pytest.approx(model.explain("u0", "i1").score)
+    assert [r.value for r in loaded.update(more).history_] == [r.value for r in model.update(more).history_]
+    loaded.save(tmp_path / "again")
+    assert gt.load(tmp_path / "again").loss == "log-cosh"
+    with pytest.raises(ValueError, match=r"^loss: got 'custom', expected 'log-cosh'"):
+        gt.load(tmp_path / "m", loss=gt.Loss(value=cosh.value))
+    with pytest.raises(ValueError, match=r"^loss: got 3"):
+        gt.load(tmp_path / "m", loss=3)
+
+
 class Own(gt.optim.GradientDescent):
     """A method of the user's own."""
 
