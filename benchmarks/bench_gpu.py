@@ -158,8 +158,8 @@ def measure(
     return {"shape": shape, "precision": precision, "pair_precision": pair_precision, "memory_budget": budget, **result}
 
 
-def same_objective(name: str, iterations: int = 60) -> dict[str, Any]:
-    """Where newton-kron ends in each precision, from the same start: what the defaults were chosen by."""
+def same_objective(name: str, optimizer: str, iterations: int = 60) -> dict[str, Any]:
+    """Where an optimizer ends in each precision, from the same start: what the defaults were chosen by."""
     m, n, count = PAPER_SHAPES[name]
     pairs = random_pairs(m, n, count, torch.device("cuda"))
     result = {}
@@ -168,7 +168,8 @@ def same_objective(name: str, iterations: int = 60) -> dict[str, Any]:
             pairs, l2=2.0**-4, embedding_l2=2.0**-7, precision=precision, pair_precision=pair_precision
         )
         made = gt.mlp_towers(problem)
-        ran = gt.minimize(problem, gt.Towers(made.left.cuda(), made.right.cuda()), max_iterations=iterations)
+        towers = gt.Towers(made.left.cuda(), made.right.cuda())
+        ran = gt.minimize(problem, towers, optimizer, max_iterations=iterations)
         last = ran.history[-1]
         result[f"{precision}, {pair_precision}"] = {
             "value": last.value, "iterations": last.iteration, "seconds": last.seconds, "reason": ran.reason.name,
@@ -188,13 +189,14 @@ def main() -> None:
     parser.add_argument("--outer", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--same-objective", action="store_true", help="compare precisions by where training ends")
+    parser.add_argument("--optimizer", default="newton-kron", help="with --same-objective")
     parser.add_argument("--result", default="gpu/all", help="name of the result, as gpu/SECTION")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("no GPU here: this benchmark needs one")
     if arguments.same_objective:
         shapes = arguments.shape or ["ml1m", "ml10m"]
-        print(write_result(arguments.result, {shape: same_objective(shape) for shape in shapes}))
+        print(write_result(arguments.result, {shape: same_objective(shape, arguments.optimizer) for shape in shapes}))
         return
     results = {
         shape: measure(

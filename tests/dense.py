@@ -143,3 +143,29 @@ def evaluate(dense: Dense, left: nn.Module, right: nn.Module, with_matrix: bool 
                     J = jacobian(E[i, c])
                     G += weight[i] * torch.outer(J, J)
     return value.item(), gradient, G
+
+
+def subset_gradient(dense: Dense, left: nn.Module, right: nn.Module, first: list[int], second: list[int]) -> Tensor:
+    """eq:grad_sogram_naive by loops: pairs numbered ``first`` move, with Gramians of those numbered ``second``."""
+    theta, P, Q = leaves(left, right), left(dense.X), right(dense.Y)
+    R = torch.tensor(dense.labels)
+    m, n = R.shape
+    O = (~torch.isnan(R)).nonzero().tolist()
+    rows, columns = (~torch.isnan(R)).double().sum(1), (~torch.isnan(R)).double().sum(0)
+    a, b = (np.ones(size) if w is None else w for size, w in ((m, dense.a), (n, dense.b)))
+    Y = dense.imputed[0] @ dense.imputed[1].T if isinstance(dense.imputed, tuple) else np.full((m, n), dense.imputed)
+    total = torch.zeros((), dtype=torch.float64)
+    for i, j in (O[e] for e in first):
+        s = P[i] @ Q[j]
+        each = VALUES[dense.loss](R[i, j], s) - 0.5 * dense.omega * a[i] * b[j] * (Y[i, j] - s) ** 2
+        for x, y in (O[e] for e in second):
+            scale = dense.omega * len(O) / len(second) / 2
+            each = each + scale * a[i] / rows[i] * b[y] / columns[y] * (Y[i, y] - P[i] @ Q[y].detach()) ** 2
+            each = each + scale * a[x] / rows[x] * b[j] / columns[j] * (Y[x, j] - P[x].detach() @ Q[j]) ** 2
+        for E, e, count, other in ((P, i, rows[i], b.sum()), (Q, j, columns[j], a.sum())):
+            penalty = dense.embedding_l2 * (count + dense.omega * other) ** dense.frequency_power
+            each = each + 0.5 * penalty / count * E[e] @ E[e]
+        total = total + len(O) / len(first) * each
+    total = total + 0.5 * dense.l2 * sum((t**2).sum() for t in theta)
+    grads = torch.autograd.grad(total, theta, allow_unused=True)
+    return torch.cat([(torch.zeros_like(t) if g is None else g).reshape(-1) for g, t in zip(grads, theta, strict=True)])

@@ -27,6 +27,7 @@ FITS = {
 MORE = {
     "sampling": ("sampling", SAMPLED, "mixed", torch.float64),
     "sogram, searched step": ("sogram", {"ratio": 0.2, "steps": 2}, "mixed", torch.float64),
+    "sogram, exchanged": ("sogram", {"ratio": 0.2, "steps": 2, "swap": True}, "mixed", torch.float64),
     "lbfgs": ("lbfgs", {}, "mixed", torch.float64),
     "newton-kron, weights by degree": ("newton-kron", {}, "degrees", torch.float64),
     "newton-kron, fitted labels": ("newton-kron", {}, "fitted", torch.float64),
@@ -210,6 +211,8 @@ def estimator_fit(folder, partition):
     seen["refined"] = (draw.normal(size=(40, 6)), draw.normal(size=(30, 5)))
     for kind in ("whole", "history", "beside", "refined", "parts"):
         weights = dict(left_weights="degree^0.5", right_weights=np.linspace(0.5, 1.5, 30)) if kind == "beside" else {}
+        if kind == "history":
+            weights["imputed"] = np.linspace(-1, 0, 80).reshape(40, 2), np.linspace(0, 1, 60).reshape(30, 2)
         model = gt.TwoTower(dim=4, hidden=(8,), max_iterations=4, device="cpu", metric="recall@5", **weights)
         if kind == "parts":
             model.fit(read_part(partition, group()))

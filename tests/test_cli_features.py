@@ -7,6 +7,7 @@ import re
 import shutil
 import tomllib
 
+import numpy as np
 import pytest
 
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
@@ -33,6 +34,51 @@ def refusal(capsys, *tokens):
     capsys.readouterr()
     assert run([*map(str, tokens), "--quiet"]) == 2
     return capsys.readouterr().err
+
+
+def test_low_rank_labels_come_from_files_and_are_read_again_by_update(files, tmp_path, capsys):
+    rng, ids = np.random.default_rng(0), {"left_ids": [f"{u:02d}" for u in range(45)]}
+    ids |= {"right_ids": [f"item {i}" for i in range(30)]}
+    left, right = rng.normal(size=(45, 2)), rng.normal(size=(30, 2))
+    np.savez(tmp_path / "labels.npz", left=left, right=right, **ids)
+    fit = ["fit", files / "train.csv", *COLUMNS, *SMALL, "--max-iterations", "2"]
+    answer(capsys, *fit, "--imputed", tmp_path / "labels.npz", "--out", tmp_path / "run")
+    model = load(tmp_path / "run" / "model.gramtower")
+    rows = [[*ids["left_ids"]].index(key) for key in model.left_.ids]
+    assert np.array_equal(model.imputed[0], left[rows])
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["model"]["imputed"].endswith("labels.npz")
+    for side, factor in zip(("left", "right"), model.imputed, strict=True):
+        np.save(tmp_path / f"{side}.npy", factor)
+    plain = f"{tmp_path / 'left.npy'},{tmp_path / 'right.npy'}"
+    answer(capsys, *fit, "--imputed", plain, "--out", tmp_path / "plain")
+    again = load(tmp_path / "plain" / "model.gramtower")
+    assert [record.value for record in again.history_] == [record.value for record in model.history_]
+    (tmp_path / "more.csv").write_text("user,item\n42,item 1\n")
+    answer(capsys, "update", tmp_path / "run", tmp_path / "more.csv")
+    assert len(load(tmp_path / "run" / "model.gramtower").imputed[0]) == len(model.left_) + 1
+    assert "imputed[0]" in refusal(capsys, "update", tmp_path / "plain", tmp_path / "more.csv")
+    compare = ["compare", files / "train.csv", *COLUMNS, *SMALL, "--optimizers", "gd", "--max-iterations", "1"]
+    found = answer(capsys, *compare, "--imputed", tmp_path / "labels.npz", "--out", tmp_path / "compare")
+    assert found["settings"]["problem"]["imputed"].endswith("labels.npz")
+
+
+def test_bad_files_of_low_rank_labels_are_refused_by_what_is_wrong(files, tmp_path, capsys):
+    arrays = {"left": np.ones((40, 2)), "right": np.ones((30, 2))}
+    fit = ["fit", files / "train.csv", *COLUMNS, *SMALL, "--out", tmp_path / "run", "--imputed"]
+    for change, what in (
+        ({"left": np.ones((39, 2))}, r"imputed\[0\].*39"), ({"right": np.ones((30, 1))}, "widths 2 and 1"),
+        ({"other": np.ones(3)}, "left, right, other"), ({"left": np.array([{}], dtype=object)}, "cannot be read"),
+        ({"left_ids": 100 + np.arange(40)}, "without 40 of 40 left entities, such as '00'"),
+        ({"left_ids": np.arange(3)}, "3 ids"), ({"right_ids": np.zeros(30)}, "right_ids"),
+        ({"left": np.full((40, 2), np.nan)}, "nan"),
+    ):  # fmt: skip
+        np.savez(tmp_path / "bad.npz", **arrays | change)
+        assert re.search(what, refusal(capsys, *fit, tmp_path / "bad.npz"))
+    (tmp_path / "text.npz").write_text("left")
+    assert "cannot be read" in refusal(capsys, *fit, tmp_path / "text.npz")
+    assert "no such file" in refusal(capsys, *fit, tmp_path / "none.npz")
+    assert "LEFT.npy,RIGHT.npy" in refusal(capsys, *fit, tmp_path / "left.npy")
+    assert not (tmp_path / "run" / "model.gramtower").exists()
 
 
 def even(name):

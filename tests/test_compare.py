@@ -88,6 +88,7 @@ def test_all_methods_start_alike_and_everything_is_written(pairs, tmp_path, caps
     assert found["commands"][0].startswith(f"gramtower compare '{pairs}' --left user")
     assert found["data"]["pairs"] + found["data"]["validation_pairs"] == len(pairs.read_text().splitlines()) - 1
     assert found["settings"]["towers"]["hidden"] == [8]
+    assert found["settings"]["problem"]["precision"] == "float32"
     assert found["environment"]["threads"] >= 1
     assert found["title"] == "toy pairs"
     best = found["methods"]["newton-kron"]
@@ -165,6 +166,8 @@ def test_only_the_methods_that_have_not_ended_run(pairs, tmp_path, capsys, monke
 def test_a_folder_of_another_comparison_is_refused_by_what_differs(pairs, tmp_path, capsys):
     run(command(pairs, tmp_path, "--optimizers", "gd,sogram", "--max-iterations", "1", *SAMPLED))
     assert "settings" in refusal(capsys, command(pairs, tmp_path, "--optimizers", "gd", "--max-iterations", "2"))
+    other = command(pairs, tmp_path, "--optimizers", "gd", "--max-iterations", "1", "--precision", "tf32")
+    assert "settings" in refusal(capsys, other)
     other = command(pairs, tmp_path, "--optimizers", "gd", "--max-iterations", "1", "--validation", "0.2")
     assert "data" in refusal(capsys, other)
     other = command(pairs, tmp_path, "--optimizers", "sogram", "--max-iterations", "1", "--option", "sogram.ratio=0.2")

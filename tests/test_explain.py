@@ -172,6 +172,25 @@ def test_fitted_labels_are_explained_by_pairs_and_the_mean_score():
     assert total(other) == pytest.approx(found.score, rel=1e-9)
 
 
+def test_low_rank_labels_are_in_the_base_also_of_a_loaded_model(tmp_path):
+    rng = np.random.default_rng(3)
+    options = dict(dim=4, device="cpu", max_iterations=200, optimizer="newton", right_weights="degree^0", l2=0.3)
+    labels = rng.normal(size=(DATA.shape[0], 2)), rng.normal(size=(DATA.shape[1], 2))
+    model = gt.TwoTower(**options, imputed=labels, embedding_l2=0.0, omega=0.2, loss="squared").fit(DATA)
+    P, Q = (model.embed(side=side).astype(np.float64) for side in ("left", "right"))
+    u, i = model.left_.rows(["u1"])[0], model.right_.rows(["i3"])[0]
+    weights = np.where(model.trained_.toarray() > 0, 1.0, 0.2)  # at an optimum of the squared loss, row by row
+    left = np.linalg.solve((Q.T * weights[u]) @ Q + 0.3 * np.eye(4), Q[i])
+    right = np.linalg.solve((P.T * weights[:, i]) @ P + 0.3 * np.eye(4), P[u])
+    imputed = 0.2 * labels[0] @ labels[1].T
+    model.save(tmp_path / "m")
+    for one in (model, gt.load(tmp_path / "m")):
+        for side, base in (("left", imputed[u] @ Q @ left), ("right", imputed[:, i] @ P @ right)):
+            found = one.explain("u1", "i3", side=side)
+            assert found.base == pytest.approx(base, rel=1e-6)
+            assert abs(found.remainder) < 1e-3
+
+
 def test_ids_beside_a_history_have_a_part_of_their_own_and_new_entities_none():
     model = gt.TwoTower(hidden=(6,), **OPTIONS).fit(DATA, left_features=["id", "history"])
     found = model.explain("u3", "i5")

@@ -76,6 +76,55 @@ def test_a_model_keeps_what_the_data_calls_its_entities(tmp_path):
     assert gt.load(older).fitted_.names == ("left", "right")
 
 
+def test_low_rank_labels_are_kept_and_fitted_again(tmp_path):
+    rng = np.random.default_rng(1)
+    model = fitted(imputed=(rng.normal(size=(9, 2)), rng.normal(size=(7, 2)).astype(np.float32)))
+    model.save(tmp_path / "m")
+    loaded = gt.load(tmp_path / "m")
+    assert all(np.array_equal(a, b) for a, b in zip(loaded.imputed, model.imputed, strict=True))
+    assert [r.value for r in fitted(imputed=loaded.imputed).history_] == [r.value for r in model.history_]
+    more = gt.Interactions.from_arrays(["u0", "u1"], ["i1", "i2"])
+    again = [one.update(more).history_ for one in (model, loaded)]
+    assert [r.value for r in again[0]] == [r.value for r in again[1]]
+    with pytest.raises(ValueError, match=r"^imputed: got 9 and 7 rows, expected 10 and 7 rows.*set_params"):
+        loaded.update(gt.Interactions.from_arrays(["u9"], ["i1"]))
+    loaded.set_params(imputed=(rng.normal(size=(10, 2)), loaded.imputed[1]))
+    loaded.update(gt.Interactions.from_arrays(["u9"], ["i1"])).save(tmp_path / "m")
+    assert gt.load(tmp_path / "m").recommend(["u9"], k=2)[0].shape == (1, 2)
+    for what, change in {
+        "imputed_left": tensor("imputed_left", lambda t: t[:-1].clone()),
+        "imputed_right": tensor("imputed_right", lambda t: t[:, :1].clone()),
+        "no 'imputed_right'": lambda header, tensors: tensors.pop("imputed_right"),
+        "no 'imputed_left'": lambda header, tensors: (tensors.pop("imputed_left"), param("imputed", 0.0)(header, {})),
+        "'imputed'": param("imputed", 0.0),
+        "NaN": tensor("imputed_left", lambda t: t * math.nan),
+        r"imputed.*shape \((10|7),\)": lambda header, tensors: tensors.update(
+            {name: tensors[name][:, 0].clone() for name in ("imputed_left", "imputed_right")}
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=f"damaged.*{what}"):
+            gt.load(rewritten(tmp_path / "m", tmp_path / "bad", change))
+
+
+def test_a_model_with_a_loss_of_its_own_is_fitted_again_after_loading_with_it(tmp_path):
+    cosh = gt.Loss(value=lambda y, s: torch.log(torch.cosh(s - y)), name="log-cosh")
+    model = fitted(loss=cosh, hidden=(), max_iterations=5)
+    model.save(tmp_path / "m")
+    more = gt.Interactions.from_arrays(["u0", "u1"], ["i1", "i2"])
+    without, loaded = gt.load(tmp_path / "m"), gt.load(tmp_path / "m", loss=cosh)
+    assert np.array_equal(without.recommend(["u0"])[0], model.recommend(["u0"])[0])
+    with pytest.raises(ValueError, match=r"^loss: got 'log-cosh'.*gt.load\(path, loss="):
+        without.update(more)
+    assert loaded.explain("u0", "i1").score == pytest.approx(model.explain("u0", "i1").score)
+    assert [r.value for r in loaded.update(more).history_] == [r.value for r in model.update(more).history_]
+    loaded.save(tmp_path / "again")
+    assert gt.load(tmp_path / "again").loss == "log-cosh"
+    with pytest.raises(ValueError, match=r"^loss: got 'custom', expected 'log-cosh'"):
+        gt.load(tmp_path / "m", loss=gt.Loss(value=cosh.value))
+    with pytest.raises(ValueError, match=r"^loss: got 3"):
+        gt.load(tmp_path / "m", loss=3)
+
+
 class Own(gt.optim.GradientDescent):
     """A method of the user's own."""
 

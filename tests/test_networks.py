@@ -13,11 +13,13 @@ from cases import FEATURES, make_case
 from test_engine import compare, relative
 from test_towers import PAIRS, Then, X, assert_exact
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.objective.kronecker import tower_factors
+from gramtower.engine.towers import stack
 from gramtower.engine.towers.branches import Graph
 from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, Normalise
 from gramtower.engine.towers.opaque import Opaque
@@ -469,3 +471,77 @@ def test_a_layer_of_two_names_stays_in_its_module_and_is_trained(how):
     assert torch.equal(left.one.weight, result.parameters["left.one.weight"])
     assert torch.allclose(left(torch.arange(6)), problem.at(towers).P, atol=1e-6)
     assert_exact(left, right)
+
+
+class Cube(torch.autograd.Function):
+    """x³ with a derivative that autodiff cannot differentiate again, and one by forward mode."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+    @staticmethod
+    def jvp(ctx, d):
+        return 3 * ctx.saved_tensors[0] ** 2 * d
+
+
+class NoForward(Cube):
+    """The same without forward mode."""
+
+    jvp = torch.autograd.Function.jvp
+
+
+class Cubed(nn.Module):
+    """A layer and x³ by one of these functions, then another layer."""
+
+    def __init__(self, width, cube):
+        super().__init__()
+        self.first, self.last, self.cube = gt.InputLinear(width, 4), nn.Linear(4, 3), cube
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(self.cube(h)) if len(h) >= 0 else h  # a branch cannot be traced
+
+
+def test_a_module_without_a_second_derivative_is_differentiated_by_forward_mode():
+    torch.manual_seed(0)
+    assert_exact(Cubed(6, Cube.apply), Cubed(4, Cube.apply), None, np.random.default_rng(0).normal(size=(5, 4)))
+    rows = sp.random(6, 7, 0.5, random_state=0, format="csr")
+    problem, found = gt.Problem(PAIRS, rows, omega=0.5, l2=0.1), []
+    for cube in (Cube.apply, lambda h: h**3):
+        torch.manual_seed(1)
+        point = problem.at(gt.Towers(Cubed(7, cube).double(), Cubed(5, cube).double()))
+        g = point.gradient()
+        found.append((point.gauss_newton() @ g).vector)
+        assert bool((point.preconditioner() @ g).vector.isfinite().all())
+    assert relative(*found) < 1e-12
+    towers = gt.Towers(Cubed(7, Cube.apply), Cubed(5, Cube.apply))
+    assert gt.minimize(problem, towers, "newton-kron", 3).value < problem.at(towers).value + 1e-9
+
+
+@pytest.mark.parametrize("tower", ["custom", "residual", "branching", "layernorm"])
+@pytest.mark.parametrize("kinds", FEATURES)
+def test_forward_mode_agrees_with_double_backward_and_the_dense_twin(tower, kinds, monkeypatch):
+    monkeypatch.setattr(stack, "steps", lambda module, *more: [stack.opaque(module)])
+    case = make_case(tower=tower, kinds=kinds, seed=2)
+    point = case.problem.at(case.towers)
+    d = point.gradient()
+    twice = (point.gauss_newton() @ d).vector
+    monkeypatch.setattr(Opaque, "_push_twice", Opaque._push_forward)
+    assert relative((point.gauss_newton() @ d).vector, twice) < 1e-12
+    compare(make_case(tower=tower, kinds=kinds, seed=2))
+
+
+def test_a_module_without_either_derivative_is_refused_by_newton_and_trained_by_gradients():
+    problem = gt.Problem(PAIRS, omega=0.5, l2=0.1)
+    towers = gt.Towers(Cubed(6, NoForward.apply), Cubed(5, NoForward.apply))
+    with pytest.raises(ValueError, match=r"^tower: Cubed has neither.*'lbfgs'"):
+        gt.minimize(problem, towers, "newton-kron", 2)
+    assert len(gt.minimize(problem, towers, "lbfgs", 2).history) == 3

@@ -1,18 +1,28 @@
-"""The precision of matrix products is set for a computation and put back after it."""
+"""The precision of matrix products: set for a computation and put back after it, and safe with the optimizer."""
 
 from __future__ import annotations
 
 import sys
 import threading
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import make_case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gramtower as gt
 from gramtower._util import host
 from gramtower._util.host import products_in
 from gramtower.data.datasets import planted_pairs
+from gramtower.model.fit_data import prepare_data
+from gramtower.model.fit_parts import make_problem
+from gramtower.optim.solvers import SOLVERS
+from gramtower.training import loop
+from gramtower.training.loop import products_used
 
 
 @pytest.fixture
@@ -103,6 +113,75 @@ def test_choices_for_a_gpu_change_nothing_on_a_cpu():
         results.append((torch.tensor(point.value), g.vector, (point.gauss_newton() @ g).vector))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+class RoundedProducts(TorchDispatchMode):
+    """Rounds the inputs of matrix products to ten bits of mantissa, as a GPU does with tf32."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        first = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}  # of the two factors
+        place = first.get(function.overloadpacket.__name__.rstrip("_"))
+        if place is not None and args[place].dtype == torch.float32:
+            args = [*args[:place], *map(self.rounded, args[place : place + 2]), *args[place + 2 :]]
+        return function(*args, **(kwargs or {}))
+
+    def rounded(self, x):
+        bits = x.contiguous().view(torch.int32)
+        return ((bits + 0xFFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_each_optimizer_gets_as_far_with_tf32_as_it_says(name):
+    pairs, sampled = planted_pairs(1000, 800, 10_000, groups=4, seed=1), "s" in name[:1]
+    size = {"step_size": 0.01 if "diag" in name else 1e-6, "steps": 50} if sampled else {}  # a search may find another
+    problem = gt.Problem(pairs, omega=2**-4, l2=0.01, kernels="reference")
+    values = torch.zeros(2, 3)
+    for place, mode in enumerate((nullcontext, RoundedProducts)):
+        for seed in range(3):
+            towers = gt.mlp_towers(problem, (32, 32), 16, seed=seed)
+            with mode():
+                values[place, seed] = gt.minimize(problem, towers, name, 5 if sampled else 30, **size).value
+    assert values.max() < 15_000  # from 32,000
+    assert (float((values[1] / values[0] - 1).mean()) < 0.02) == SOLVERS[name].tf32  # newton: 0.12
+
+
+def test_the_table_of_optimizers_has_the_precision_that_each_is_safe_with():
+    text = (Path(__file__).parent.parent / "docs" / "choosing.md").read_text()
+    for name, solver in SOLVERS.items():
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{name}` |")]
+        assert row.endswith("| tf32 |" if solver.tf32 else "| float32 |")
+
+
+@pytest.mark.parametrize(("optimizer", "given", "used"), [
+    ("newton-kron", {}, "tf32"), ("newton", {}, "float32"), (gt.optim.Newton(cg_max_steps=3), {}, "float32"),
+    (gt.optim.Solver(), {}, "float32"), ("newton", {"precision": "tf32"}, "tf32"),
+    ("newton-kron", {"precision": "float32"}, "float32"),
+])  # fmt: skip
+def test_an_estimator_uses_tf32_only_with_optimizers_that_are_safe_with_it(optimizer, given, used):
+    settings = gt.TwoTower(optimizer=optimizer, device="cpu", **given).with_changes()
+    assert make_problem(settings, prepare_data(settings, planted_pairs(20, 10, 40))).precision == used
+
+
+def test_products_are_tf32_only_in_float32_on_a_gpu():
+    for device, dtype, precision, used in (
+        ("cuda", torch.float32, "tf32", "tf32"), ("cuda", torch.float32, "float32", "float32"),
+        ("cuda", torch.float64, "tf32", "float64"), ("cpu", torch.float32, "tf32", "float32"),
+    ):  # fmt: skip
+        towers = SimpleNamespace(device=torch.device(device), dtype=dtype)
+        assert products_used(SimpleNamespace(precision=precision), towers) == used
+
+
+@pytest.mark.parametrize(("name", "warned"), [("newton", True), ("gd", False)])
+def test_tf32_is_named_where_a_run_stops_and_warned_of_where_it_is_not_safe(name, warned, monkeypatch):
+    monkeypatch.setattr(loop, "products_used", lambda problem, towers: "tf32")  # as on a GPU
+    problem = gt.Problem(planted_pairs(30, 20, 100), precision="tf32")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        result = gt.minimize(problem, gt.mlp_towers(problem, (), 2), name, 10_000, tolerance=0.0)
+    assert [warning.filename for warning in seen if "tf32" in str(warning.message)] == [__file__] * warned
+    assert result.reason is gt.Reason.NO_DECREASE
+    assert "measurably in tf32" in result.message
+    assert 'precision="float32" can go further' in result.message
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: TF32 and bfloat16 gathers are for GPUs")

@@ -6,6 +6,7 @@ import re
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from serving_cases import ITEMS, ODD, client, genres, held_out, listening, model, source
 
@@ -77,6 +78,15 @@ def test_the_map_has_places_and_groups(api):
     assert api.get("/map?side=up").status_code == 422
     assert api.get("/map?column=nothing").status_code == 422
     assert api.get("/map?model=plain&column=genre").status_code == 422
+
+
+def test_a_model_with_low_rank_labels_is_served_without_their_numbers(tmp_path):
+    seen = model("plain").seen_
+    labels = np.ones((seen.shape[0], 2)), np.ones((seen.shape[1], 2))
+    gt.TwoTower(dim=5, hidden=(), max_iterations=1, imputed=labels, device="cpu").fit(seen).save(tmp_path / "m")
+    with client(source("plain", table=False, path=tmp_path / "m")) as api:
+        assert api.get("/run").json()["settings"]["imputed"] == "low rank, 2"
+        assert api.post("/recommend", json={"left": [3], "k": 4}).status_code == 200
 
 
 def test_the_run_tells_settings_counts_and_curves(api):

@@ -102,6 +102,27 @@ def test_a_given_step_size_is_kept_whatever_happens():
     assert lost.reason is Reason.NON_FINITE
 
 
+@pytest.mark.parametrize("name", ["sogram", "sogram-diag"])
+def test_exchanged_subsets_are_resumed_bit_for_bit_and_counted_twice(name, tmp_path):
+    options = dict(ratio=0.1, step_size=1e-3, steps=10)
+    passes = []
+    for swap in (False, True):
+        problem, towers = planted()
+        first, *_, last = gt.minimize(problem, towers, name, 2, swap=swap, **options).history
+        passes.append(last.data_passes - first.data_passes)
+    assert passes[1] == pytest.approx(2 * passes[0])
+    found = []
+    for stops in ((4,), (2, 4)):
+        problem, towers = planted()
+        path = tmp_path / str(len(stops))
+        for stop in stops:
+            found.append(gt.minimize(problem, towers, name, stop, swap=True, checkpoint=path, **options))
+    assert trajectory(found[0]) == trajectory(found[2])
+    assert found[0].value < found[0].history[0].value
+    with pytest.raises(ValueError, match=r"^swap: got 'yes'"):
+        gt.optim.Sogram(swap="yes")
+
+
 @pytest.mark.parametrize("start", [1e-6, 1e-3, 1.0, 1e3])
 def test_the_search_finds_the_size_from_both_sides(start):
     """On |log₄(size / 0.02)| with divergence above 0.3, whatever size it begins with."""

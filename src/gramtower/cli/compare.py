@@ -43,7 +43,7 @@ from gramtower.cli.options import (
     read_tables,
 )
 from gramtower.cli.output import note, print_json, print_table
-from gramtower.cli.reading import HISTORY, for_writing, held, held_out_of, read_pairs, tower_features
+from gramtower.cli.reading import HISTORY, for_writing, held, held_out_of, read_imputed, read_pairs, tower_features
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import read_toml, reading
@@ -184,8 +184,9 @@ def make_runner(
         remark, everything = None, read_pairs(source, settings.data, loss=settings.model.loss or ModelSettings.loss)
     pairs, held_out = held_out_of(everything, settings.data, settings.train.seed or 0, of_all=True)
 
-    arguments = settings.estimator_arguments()
+    arguments = {"precision": "float32"} | settings.estimator_arguments()  # with tf32 some optimizers stall
     model = ModelSettings(**{k: v for k, v in arguments.items() if k not in ("optimizer_options", "optimizer")})
+    model.imputed = read_imputed(model.imputed, pairs)
     features, _ = tower_features(settings, pairs, common.note)
     data = prepare_data(model, pairs, **features, validation=held_out)
     problem = make_problem(model, data)
@@ -209,6 +210,8 @@ def make_runner(
         "fingerprint": {name: marks[name] for name in ("pairs", "features", "validation")},
     }
     used = _settings_used(runner, model, data)
+    if model.factors is not None:
+        used["problem"]["imputed"] = settings.model.imputed  # the file
     return runner, Request(title=title, synthetic=remark, metric=model.metric, data=about, settings=used)
 
 
@@ -270,6 +273,7 @@ def compare(
 
     Each optimizer stops as in fit, with three differences: without --time-limit it stops after 60 seconds of training,
     without --max-iterations there is no limit on iterations, and it does not stop when the metric no longer improves.
+    Matrix products on a GPU are float32 unless --precision says tf32, with which newton stalls.
     Without --validation a tenth of the pairs is held out for the metric. Only the optimizers' own work is timed, not
     the metric and not checkpoints.
 

@@ -122,6 +122,8 @@ def _fit(group: Group, settings: Settings, source: Path, out: Path, fresh: bool,
     say(f"{len(observed):,} pairs of {observed.shape[0]:,} left and {observed.shape[1]:,} right entities")
     if isinstance(observed, Interactions) and observed.one_set:
         say("both sides are one set of entities: none is recommended to itself (--no-same-entities: they are two)")
+    with group.together():
+        estimator.imputed = reading.read_imputed(estimator.imputed, observed)
     seen, matched = reading.tower_features(settings, observed, say, group)
     say(reading.seen_line(seen))
 
@@ -175,6 +177,7 @@ def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
         if setting.table is not None:
             value = chosen.get(name, getattr(params, name))
             value = getattr(estimator, f"{name}_") if setting.fitted else value
+            value = settings.model.imputed if name == "imputed" and estimator.factors is not None else value  # the file
             tables[setting.table][setting.flag or name] = _AS_TEXT[name](value) if name in _AS_TEXT else value
     return {"data": asdict(settings.data), "features": features_table(settings.features), **tables}
 
@@ -249,7 +252,7 @@ def update(
     label 1 and no weight, and a model fitted with other labels or with weights is refused.
 
     A model does not keep feature tables. They are read again, from the paths of the run or from those given here, and
-    must have the rows of all entities, old and new.
+    must have the rows of all entities, old and new. So does the file of --imputed.
 
     Args:
         run: Folder of a fit, or a model file.
@@ -272,6 +275,8 @@ def update(
         m, n, observed = len(model.left_), len(model.right_), model.fitted_.observed().nnz
         new = f"{pairs.shape[0] - m:,} new left entities and {pairs.shape[1] - n:,} right ones"
         common.note(f"{len(more):,} pairs for {observed:,} known ones; {new}")
+        if model.factors is not None and settings.model.imputed is not None:
+            model.imputed = reading.read_imputed(settings.model.imputed, pairs)
         seen, matched = reading.tower_features(settings, pairs, common.note)
         model.set_params(verbose=not common.quiet).update(more, **seen, iterations=iterations)
         if model.reason_ is Reason.INTERRUPTED:

@@ -6,6 +6,7 @@ The folder has model.gramtower, config.toml, history.jsonl, summary.json and, wh
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -18,13 +19,14 @@ from gramtower._util import checks as check
 from gramtower.cli.formats import FORMATS, DataOptions, ReadOptions, find_format
 from gramtower.cli.options import Settings, parse_option, read_config
 from gramtower.data import frames, readers, splits
-from gramtower.data.ids import Ids, as_objects, id_series, index_of, join
+from gramtower.data.ids import Ids, as_ids, as_objects, id_series, index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import existing
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.partition import Shard, is_partition
 from gramtower.engine.kernels.elementwise import LOSSES, Loss
+from gramtower.engine.objective.constants import as_imputed
 from gramtower.model.fit_data import hold_out
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.training.checkpoint import locked
@@ -123,6 +125,42 @@ def tower_features(
         own = "id" if scale is None else f"id*{check.number('--identity-scale', scale, above=0.0)!r}"
         arguments[f"{side}_features"] = [own, *parts] if identity else parts
     return arguments, report
+
+
+def read_imputed(given: Any, pairs: Interactions | Shard) -> Any:
+    """The imputed labels of a model: as given, or two arrays from files, in the order of the pairs' entities."""
+    paths = [Path(part) for part in given.split(",")] if isinstance(given, str) else []
+    if not paths or any(path.suffix not in (".npz", ".npy") for path in paths):
+        return given
+    if [path.suffix for path in paths] not in ([".npz"], [".npy", ".npy"]):
+        check.fail("imputed", given, "FILE.npz, or two files LEFT.npy,RIGHT.npy")
+    if not isinstance(pairs, Interactions):
+        check.fail("imputed", given, "a number or fitted with a folder that gramtower partition made")
+    arrays: dict[str, Any] = {}
+    for side, path in zip(("left", "right"), paths, strict=False):
+        try:
+            with existing("imputed", path).open("rb") as file:  # without pickle: no code runs
+                found = np.load(file, allow_pickle=False)
+                arrays |= {key: found[key] for key in found} if path.suffix == ".npz" else {side: found}
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(f"imputed: {path} cannot be read as arrays of numbers ({error})") from error
+    if not {"left", "right"} <= set(arrays) <= {"left", "right", "left_ids", "right_ids"}:
+        check.fail("imputed", f"{given} with {', '.join(arrays)}", "left and right, and left_ids and right_ids if any")
+    factors = []
+    for side, ids in (("left", pairs.left_ids), ("right", pairs.right_ids)):
+        factor = check.as_float_array(f"imputed: {side} of {given}", arrays[side])
+        if (known := arrays.get(f"{side}_ids")) is not None:
+            named = as_ids(f"imputed: {side}_ids of {given}", known.tolist())
+            if len(named) != len(factor):
+                check.fail(f"imputed: {side}_ids of {given}", f"{len(named):,} ids", f"{len(factor):,}, one a row")
+            rows = join(ids, index_of(named))
+            if (rows < 0).any():
+                some = f"{int((rows < 0).sum()):,} of {len(ids):,} {side} entities, such as {ids[np.argmin(rows)]!r}"
+                check.fail("imputed", f"{given} without {some}", "a row for each entity of the pairs")
+            factor = factor[rows]
+        factors.append(factor)
+    as_imputed((factors[0], factors[1]), pairs.shape)
+    return tuple(factors)
 
 
 def seen_line(features: Mapping[str, list[str | FeatureTable]]) -> str:

@@ -310,6 +310,11 @@ class RowEquations:
         self._weight, self._other_weight = weights[place], weights[1 - place]
         self._l2, self._penalty = problem.l2, problem.penalty_arrays[place]
         self._gramian, self._sum = _sums(self._others, self._other_weight)
+        self._factors: tuple[Tensor, Tensor] | None = None  # of low-rank imputed labels, this side's first
+        if problem.imputed.factors is not None:
+            left, right = (factor.double() for factor in problem.imputed.factors)
+            self._factors = (left, right) if self._left else (right, left)
+            self._sum = _sums(self._others, self._other_weight, self._factors[1])[1]
         self._mean: Tensor | None = None  # of the right embeddings, which fitted labels subtract
         if problem.imputed.fitted:
             b = weights[1]
@@ -327,13 +332,16 @@ class RowEquations:
         if self._mean is not None:  # scores are margins above the mean score, which is the base
             base = float((p if self._left else q) @ self._mean)
             p, q = (p, q - self._mean) if self._left else (p - self._mean, q)
-        omega, imputed = self._omega, self._imputed
+        imputed: Tensor | float = self._imputed
+        omega, total = self._omega, self._sum * self._imputed  # Σ_j b_j ỹ_j q_j
+        if self._factors is not None:
+            imputed, total = self._factors[1][columns] @ self._factors[0][row], self._sum @ self._factors[0][row]
         own = 1.0 if self._weight is None else float(self._weight[row])
         pair_weight = torch.full((len(columns),), own, dtype=torch.float64)
         if self._other_weight is not None:
             pair_weight *= torch.from_numpy(self._other_weight[columns])
         ones = torch.ones(len(columns), dtype=torch.float64)
-        constants = torch.tensor([omega, imputed], dtype=torch.float64)
+        constants = torch.tensor([omega, self._imputed], dtype=torch.float64)
         terms = LossTerms(self._loss, ones, omega, imputed, pair_weight, None, constants)
         scores = Q @ p
         pairs = Scored(terms, scores)
@@ -342,7 +350,7 @@ class RowEquations:
         H += ridge * torch.eye(len(H), dtype=torch.float64)
         v = torch.from_numpy(scipy.linalg.pinvh(H.numpy()) @ q.numpy())
         values = (pairs.curvatures * scores - pairs.slopes) * (Q @ v)
-        return columns, values.numpy(), base + omega * own * imputed * float(self._sum @ v), score
+        return columns, values.numpy(), base + omega * own * float(total @ v), score
 
 
 def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matrix) -> Problem:
@@ -367,13 +375,13 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
     )  # fmt: skip
 
 
-def _sums(Q: Tensor, weight: NDArray[np.floating] | None) -> tuple[Tensor, Tensor]:
-    """QᵀBQ and Σ_j b_j q_j, from rows in float64 a block at a time."""
+def _sums(Q: Tensor, weight: NDArray[np.floating] | None, imputed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """QᵀBQ and Σ_j b_j q_j, or QᵀBQ̃ with imputed factors, from rows in float64 a block at a time."""
     total = Q.new_zeros(Q.shape[1], Q.shape[1], dtype=torch.float64)
-    summed = Q.new_zeros(Q.shape[1], dtype=torch.float64)
+    summed = Q.new_zeros(Q.shape[1], *(() if imputed is None else imputed.shape[1:]), dtype=torch.float64)
     for start in range(0, len(Q), _BLOCK):
         rows = Q[start : start + _BLOCK].double()
         b = None if weight is None else torch.from_numpy(np.asarray(weight[start : start + _BLOCK], np.float64))
         total += gram(rows, rows, b)
-        summed += column_sums(rows, b)
+        summed += column_sums(rows, b) if imputed is None else gram(rows, imputed[start : start + _BLOCK], b)
     return total, summed

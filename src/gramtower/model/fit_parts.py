@@ -37,7 +37,7 @@ from gramtower.model import defaults
 from gramtower.model.feature_spec import GivenFeatures
 from gramtower.model.fit_data import FitData, FitPairs
 from gramtower.model.fitted import FittedModel
-from gramtower.model.settings import ModelSettings, WeightsLike, given
+from gramtower.model.settings import Factors, ModelSettings, WeightsLike, given
 from gramtower.model.side import Side
 from gramtower.model.unseen import SIDES, Unseen, UnseenValidator, with_feature_columns
 from gramtower.optim.solvers import NewtonKron, as_solver
@@ -58,18 +58,35 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
         data.matrix, *data.features, loss=settings.loss,
         omega=defaults.default_omega(*size) if omega is None else omega,
         l2=defaults.default_l2(*size, known, data.entries) if l2 is None else l2,
-        imputed=imputed_label(settings),
+        imputed=_local_imputed(settings, shards),
         left_weights=_local_weights("left_weights", left_weights(settings), shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
         embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
-        precision=settings.precision, pair_precision=settings.pair_precision,
+        precision=precision(settings), pair_precision=settings.pair_precision,
         pair_weights=data.weights, shards=None if shards.single else shards,
     )  # fmt: skip
 
 
-def imputed_label(settings: ModelSettings) -> float | str:
+def precision(settings: ModelSettings) -> str:
+    """The precision of products as it was given, or tf32 if the optimizer is safe with it."""
+    if settings.precision != "auto":
+        return settings.precision
+    return "tf32" if as_solver(settings.optimizer, dict(settings.solver_options())).tf32 else "float32"
+
+
+def imputed_label(settings: ModelSettings) -> float | str | Factors:
     """ỹ as it was given, or the default."""
     return defaults.IMPUTED if settings.imputed == "auto" else settings.imputed
+
+
+def _local_imputed(settings: ModelSettings, shards: Shards) -> float | str | Factors:
+    """ỹ, of factors the rows of local entities."""
+    factors = settings.factors
+    if factors is None or shards.single or len(factors) != 2:
+        return imputed_label(settings)
+    arrays = (check.as_float_array(f"imputed[{side}]", array) for side, array in enumerate(factors))
+    left, right = (rows.local_rows("imputed", a) for rows, a in zip((shards.left, shards.right), arrays, strict=True))
+    return left, right
 
 
 def left_weights(settings: ModelSettings) -> WeightsLike:

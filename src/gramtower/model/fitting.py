@@ -55,6 +55,7 @@ from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
 
 ITERATIONS = 2  # unless given; benchmarks/bench_updates.py tries others
+_WHOLE = 5_000_000  # pairs up to which penalties are chosen on all entities (penalty_path.py)
 
 
 def fit(
@@ -90,6 +91,9 @@ def fit(
     path = None if previous is None else previous.path
     if not isinstance(settings.select, bool):
         check.choice("select", settings.select, HOLDS)
+    if settings.factors is not None and settings.select:  # their rows are those of all entities
+        many = (len(pairs) if isinstance(pairs, (Interactions, Shard)) else pairs.nnz) > _WHOLE
+        settings = settings.with_changes(select=False if many else "pairs")
     if settings.select and previous is None:
         given = None if validation is None else HeldOut(train, known, held_out, unseen)
         path = _selected(settings, pairs, features, given, checkpoint)
@@ -277,6 +281,10 @@ def update(
         for side, given in zip(fitted.sides, features, strict=True)
     ]
     pairs = grown_pairs(fitted, more, (kept[0], kept[1]))
+    if settings.factors is not None and [len(factor) for factor in settings.factors] != [*pairs.shape]:
+        shown = " and ".join(f"{len(factor):,}" for factor in settings.factors)
+        expected = f"{pairs.shape[0]:,} and {pairs.shape[1]:,} rows, of all entities, old and new: "
+        check.fail("imputed", f"{shown} rows", expected + "model.set_params(imputed=(P̃, Q̃)) before update")
     found = fit(settings, pairs, *features, previous=fitted, callbacks=callbacks)
     for before, given, there in zip(fitted.sides, features, kept, strict=True):
         found = _with_kept(found, before, GivenFeatures(before.name, given).tables()) if there else found

@@ -8,6 +8,7 @@
     SIDE_text, SIDE_lengths   ids that are text, as one block of UTF-8 and the bytes of each; or
     SIDE_numbers              ids that are numbers; neither where rows are known by number
     left_weights, …           weights that were given as arrays
+    imputed_left, …           P̃ and Q̃ of low-rank imputed labels
     scale|SIDE|PART|…         numbers by which features are scaled
 
 One process writes one file, several one each (distributed/shard_files.py); either is read by one process. Every tensor
@@ -38,7 +39,7 @@ from gramtower.data.matrices import pattern
 from gramtower.distributed import shard_files as shards_file
 from gramtower.distributed.shards import unsharded
 from gramtower.engine.kernels.elementwise import make_activation
-from gramtower.engine.objective.constants import degree_power
+from gramtower.engine.objective.constants import as_imputed, degree_power
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
@@ -52,6 +53,7 @@ from gramtower.training.result import Reason, Record
 
 KIND = ("gramtower-model", 7)
 _ARRAYS = ("left_weights", "right_weights")
+_FACTORS = ("imputed_left", "imputed_right")
 _PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if SETTINGS[name].saved}
 _LATER = {name: one.before for name, one in SETTINGS.items() if one.before is not REQUIRED}  # missing in older files
 _SHARED = (
@@ -140,6 +142,8 @@ def read_model(
         raise ValueError(f"model: {path} is damaged or not a gramtower model ({error})") from error
     params: dict[str, Any] = {k: _tuples(v) for k, v in header.params.items()}
     params |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
+    if _FACTORS[0] in tensors:
+        params["imputed"] = tuple(tensors[name].numpy() for name in _FACTORS)
     settings = ModelSettings(**params, towers=towers)
     made = _towers(settings, header, inputs, tensors, check.flag("mapped", mapped))
     left, right = (
@@ -165,6 +169,9 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
         value = getattr(settings, name)
         if name in _ARRAYS and value is not None and not isinstance(value, str):
             arrays[name] = torch.from_numpy(check.as_float_array(name, value))
+        elif name == "imputed" and settings.factors is not None:
+            m, n = fitted.shards.left.total, fitted.shards.right.total
+            arrays |= zip(_FACTORS, as_imputed(settings.factors, (m, n)).factors or (), strict=True)
         else:
             value = value.name if name == "loss" and not isinstance(value, str) else value
             params[name] = _plain(value)
@@ -223,7 +230,7 @@ def _checked_header(file: shards_file.Reader) -> Header:
     """The header, every field of its type and in its range."""
     header = build("header", Header, file.header)
     header.params = _LATER | header.params
-    given = {name for name in _ARRAYS if name in file.shapes}
+    given = {name for name in _ARRAYS if name in file.shapes} | ({"imputed"} if _FACTORS[0] in file.shapes else set())
     for name in (*header.params, *_PARAMS):
         if (name in header.params) == (name in given) or name not in _PARAMS:
             check.fail("params", f"{'no ' * (name in _PARAMS)}{name[:40]!r}", "the arguments of TwoTower")
@@ -285,6 +292,9 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, F
         expected |= {name: ((width,), (torch.float64,)) for name, width in inputs[side].tensor_widths(side).items()}
         if f"{side}_weights" in file.shapes:
             expected[f"{side}_weights"] = ((rows - added,), _FLOATS)
+        if stored := [file.shapes[name] for name in _FACTORS if name in file.shapes]:
+            rank = (stored[0][1] or 1) if len(stored[0]) == 2 else None
+            expected[f"imputed_{side}"] = ((rows - added, rank), _FLOATS)
     for name, shape in file.shapes.items():
         if header.own_towers and name.startswith("parameters|"):
             expected[name] = (shape, _FLOATS)

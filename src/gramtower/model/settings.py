@@ -41,6 +41,7 @@ _ELSEWHERE = {
 }
 #: The default of settings that are chosen by the data; None stands for the same.
 Auto = Literal["auto"]
+Factors: TypeAlias = tuple[NDArray[np.floating], NDArray[np.floating]]
 WeightsLike: TypeAlias = str | Sequence[float] | NDArray[np.floating] | None
 _Kind = TypeVar("_Kind", bound=type)
 _Value = TypeVar("_Value")
@@ -126,8 +127,8 @@ class ModelSettings:
         embedding_l2: Penalty μ on embeddings, which grows with the frequency of an entity. "auto" lets ``select``
             choose it where there are ids.
         frequency_power: Power ν of the frequency in ``embedding_l2``.
-        imputed: Label of unobserved pairs: a number, or "fitted" for the mean score of each left entity. "auto" is
-            -0.5.
+        imputed: Label of unobserved pairs: a number, "fitted" for the mean score of each left entity, or two arrays
+            (P̃, Q̃) with a row for each left and each right entity, whose products are the labels. "auto" is -0.5.
         left_weights: Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for
             equal weights. "auto" means equal weights, unless ``select`` finds "degree^0.5" better, which it tries where
             both sides have only features.
@@ -148,8 +149,8 @@ class ModelSettings:
         towers: Function from a Problem to Towers of your own, used instead of the multi-layer ones.
         memory_budget: Memory that training may use beyond the data and the towers, such as 500MB or 2GiB. "auto" goes
             by the machine (see docs/choosing.md).
-        precision: Precision of matrix products on a GPU: tf32 or float32. Both reach the same objective
-            (benchmarks/bench_gpu.py --same-objective).
+        precision: Precision of matrix products on a GPU: tf32 or float32. "auto" is tf32 with optimizers that get as
+            far with it, such as newton-kron, and float32 with the others, such as newton (see docs/gpu.md).
         pair_precision: Precision of embeddings gathered for each pair on a GPU: float32 or bfloat16.
         scale_features: Bring features to a common scale. The scale is learned from the training data and kept in the
             model (model/feature_spec.py); False uses features unchanged.
@@ -174,7 +175,13 @@ class ModelSettings:
     frequency_power: float = _setting(
         0.8, "model", help="Power of the frequency in --embedding-l2.", searched="frequency_power"
     )
-    imputed: float | str = _setting("auto", "model", searched="imputed")
+    imputed: float | str | Factors = _setting(
+        "auto",
+        "model",
+        help="Label of unobserved pairs: a number, fitted, or a file of low-rank labels: FILE.npz with the arrays left "
+        "and right, and left_ids and right_ids for the ids of their rows; or LEFT.npy,RIGHT.npy.",
+        searched="imputed",
+    )
     left_weights: WeightsLike = _setting(
         "auto",
         "model",
@@ -211,7 +218,7 @@ class ModelSettings:
     seed: int = _setting(0, "train")
     towers: Callable[[Problem], Towers] | None = _setting(None, saved=False)
     memory_budget: int | str | Auto | None = _setting("auto", "train", shown="by the machine")
-    precision: str = _setting("tf32", "train")
+    precision: str = _setting("auto", "train")
     pair_precision: str = _setting("float32", "train")
     scale_features: bool = _setting(True, "model", shown="yes")
     verbose: bool = _setting(False)
@@ -260,6 +267,11 @@ class ModelSettings:
         if isinstance(self.loss, Loss) and LOSSES.get(self.loss.name) is self.loss:
             changes["loss"] = self.loss.name
         return self.with_changes(**changes)
+
+    @property
+    def factors(self) -> Factors | None:
+        """P̃ and Q̃ where ``imputed`` has them, otherwise None."""
+        return self.imputed if isinstance(self.imputed, (tuple, list)) else None
 
     def solver_options(self) -> Mapping[str, Any]:
         """Return the constants of the optimizer."""

@@ -19,6 +19,7 @@ from gramtower.data.frames import Column
 from gramtower.data.ids import IdsLike, Key
 from gramtower.data.interactions import PairsLike, pairs_of
 from gramtower.data.tables import FeaturesLike
+from gramtower.engine.kernels.elementwise import Loss, as_loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
@@ -445,21 +446,33 @@ class TwoTower(ModelSettings):
         return self.fitted_
 
 
-def load(path: str | Path, towers: Callable[[Problem], Towers] | None = None, *, mapped: bool = False) -> TwoTower:
+def load(
+    path: str | Path,
+    towers: Callable[[Problem], Towers] | None = None,
+    *,
+    loss: Loss | None = None,
+    mapped: bool = False,
+) -> TwoTower:
     """Read a model from the file that :meth:`TwoTower.save` wrote.
 
     Args:
         path: the file.
         towers: for a model with towers of your own, the function it was made with; without it the model recommends but
             cannot embed new entities.
+        loss: for a model with a loss of your own, that loss; without it the model recommends but cannot be fitted or
+            updated. Its name must be that of the model's loss.
         mapped: leave the parameters in the file, mapped, so that processes share them. The file may then be replaced by
             renaming, as ``save`` does, and never be overwritten in place.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is not a model, is damaged, or does not hold together.
+        ValueError: if the file is not a model, is damaged, or does not hold together, or if ``loss`` is another one.
     """
     settings, fitted = read_model(check.path("path", path), towers, mapped)
+    if loss is not None:
+        if (name := as_loss(loss).name) != settings.loss:
+            check.fail("loss", repr(name), f"{settings.loss!r}, the name of the loss that the model was fitted with")
+        settings = settings.with_changes(loss=loss)
     params = settings.get_params()
     model = TwoTower(**params | {name: "auto" for name in CHOSEN if params[name] is None})
     model.fitted_ = fitted

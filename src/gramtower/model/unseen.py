@@ -199,6 +199,8 @@ def _refuse_others(settings: ModelSettings, pairs: FitPairs, features: FeaturesL
     for name in ("left_weights", "right_weights"):
         if not isinstance(getattr(settings, name), (str, type(None))):
             check.fail("validation_side", f"{side!r} with {name} as an array", "weights by name, such as 'degree^0.5'")
+    if settings.factors is not None:
+        check.fail("validation_side", f"{side!r} with imputed as two arrays", "a number or 'fitted'")
 
 
 def _ids(pairs: Interactions) -> tuple[IdArray, IdArray]:

@@ -31,7 +31,13 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.engine.objective.problem import Point, Problem
-from gramtower.engine.objective.subsampling import Gramians, block_gradient, subset_gradient, subset_gramians
+from gramtower.engine.objective.subsampling import (
+    Gramians,
+    block_gradient,
+    subset_gradient,
+    subset_gramians,
+    swapped_gradient,
+)
 from gramtower.engine.towers.parameters import Layout, Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.descent import FirstOrder, IterationResult, Method, State, Stateful, trustworthy
@@ -82,12 +88,13 @@ class Blocks(Source):
 class Subsets(Source):
     """Gradients from two subsets of O, the second of which updates running averages of the Gramians with rate α.
 
-    With α = 1 there is no averaging, which is the two-subset method of eq:grad_sogram_naive.
+    With α = 1 there is no averaging, which is the two-subset method of eq:grad_sogram_naive. With ``swap`` both subsets
+    play both parts, and the two gradients are averaged.
     """
 
-    def __init__(self, seed: int, ratio: float, alpha: float) -> None:
+    def __init__(self, seed: int, ratio: float, alpha: float, swap: bool = False) -> None:
         super().__init__(seed, ratio)
-        self.alpha = alpha
+        self.alpha, self.swap = alpha, swap
         self.running: Gramians | None = None
 
     def begin(self, point: Point) -> None:
@@ -96,8 +103,8 @@ class Subsets(Source):
         self.running = Gramians(*(matrix.clone() for matrix in (*own, *cross)))
 
     def visits(self, m: int, n: int, observed: int) -> tuple[float, float]:
-        drawn = self.ratio * observed
-        return 2 * drawn, 2 * (min(m, drawn) + min(n, drawn))
+        drawn, uses = self.ratio * observed, 3 if self.swap else 2
+        return uses * drawn, uses * (min(m, drawn) + min(n, drawn))
 
     def gradient(self, problem: Problem, towers: Towers, parameters: Parameters) -> Parameters:
         """Draw Ô₁ and Ô₂, move the running Gramians toward those of Ô₂, and compute the gradient on Ô₁."""
@@ -105,9 +112,13 @@ class Subsets(Source):
         if not total:
             check.fail("pairs", "no observed pair", "at least one, because this method samples observed pairs")
         first, second = self._draw(total, towers.device), self._draw(total, towers.device)
+        covered = len(first) * len(second) / total**2
+        if self.swap:
+            both, before = (first, second), self.running
+            found, self.running = swapped_gradient(problem, towers, parameters, both, before, self.alpha, covered)
+            return found
         fresh = subset_gramians(problem, towers, parameters, second)
         self.running = (self.running or fresh.zeros()).toward(fresh, self.alpha)
-        covered = len(first) * len(second) / total**2
         return subset_gradient(problem, towers, parameters, first, self.running, covered)
 
     def state(self) -> State:

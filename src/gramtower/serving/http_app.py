@@ -423,6 +423,8 @@ def run(snapshot: Snapshot) -> dict[str, object]:
         for name, value in model.with_changes().get_params().items()
         if name not in ("towers", "verbose") and value is not None and not isinstance(value, np.ndarray)
     }
+    if model.factors is not None:
+        settings["imputed"] = f"low rank, {model.factors[0].shape[1]}"
     degrees = {
         side: [float(np.quantile(snapshot.side(side).degrees, at)) for at in (0.0, 0.25, 0.5, 0.75, 1.0)]
         for side in ("left", "right")

@@ -15,6 +15,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -112,6 +113,7 @@ def minimize(
     path = None if checkpoint is None else check.path("checkpoint", checkpoint)
     written = None if history is None else check.path("history", history)
     run = _Run(problem, towers, as_solver(optimizer, options), seed, validation, validate_at, path, written)
+    run.warn_of_tf32()
     limits = _Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
     if patience is not None and validation is None:
         check.fail("patience", patience, "None, or a validation metric: patience requires `validation`")
@@ -234,6 +236,13 @@ class _Reached:
     best_metric: float | None = None
 
 
+def products_used(problem: Problem, towers: Towers) -> str:
+    """The precision of matrix products: "tf32" on a GPU that rounds their inputs, otherwise the towers' dtype."""
+    dtype = str(towers.dtype).removeprefix("torch.")
+    rounded = problem.precision == "tf32" and towers.device.type == "cuda" and dtype == "float32"
+    return "tf32" if rounded else dtype
+
+
 def _non_finite(what: str, names: list[str]) -> _Stop:
     return _Stop(Reason.NON_FINITE, Reason.NON_FINITE.value.format(what=what), tuple(names))
 
@@ -258,7 +267,7 @@ class _Run:
             check.fail("towers", type(towers).__name__, "a gramtower.Towers")
         self.problem, self.towers, self.group = problem, towers, problem.shards.group
         self.method: Method = solver.method(check.seed(seed))
-        self._identity = (solver.name, dict(vars(solver)), seed)
+        self._identity, self._tf32 = (solver.name, dict(vars(solver)), seed), solver.tf32
         check.functions("validation", () if validation is None else (validation,))
         check.functions("validate_at", () if validate_at is None else (validate_at,))
         self.validation, self.validate_at = validation, validate_at
@@ -269,6 +278,16 @@ class _Run:
         self.reached: _Reached
         self.fingerprint: dict[str, str] = {}
         self.stored: StoredHistory | None = None
+
+    def warn_of_tf32(self) -> None:
+        """Warn if products are tf32 and the optimizer is not safe with it."""
+        if not self._tf32 and self.group.rank == 0 and products_used(self.problem, self.towers) == "tf32":
+            name = self._identity[0]
+            warnings.warn(
+                f'precision: "tf32" with the optimizer {name!r}, which may stall far from a minimum with it; use '
+                'precision="float32", or an optimizer that is safe with tf32, such as newton-kron',
+                stacklevel=3,
+            )
 
     def agree(self, limits: _Limits) -> None:
         """Refuse processes of one run whose settings differ, before anything is computed."""
@@ -421,9 +440,10 @@ class _Run:
         """The reason to stop if an iteration found no point, or one that is not finite."""
         if result.point is None:
             if result.gradient_norm < float("inf"):
-                dtype = str(self.towers.dtype).removeprefix("torch.")
-                further = "" if dtype == "float64" else "; towers.to(torch.float64) can go further"
-                return _Stop(Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(dtype=dtype, further=further))
+                used = products_used(self.problem, self.towers)
+                more = {"tf32": 'precision="float32"', "float32": "towers.to(torch.float64)"}.get(used)
+                further = "" if more is None else f"; {more} can go further"
+                return _Stop(Reason.NO_DECREASE, Reason.NO_DECREASE.value.format(precision=used, further=further))
             return _non_finite("the gradient", ["gradient"])
         if bad := result.point.terms.non_finite():
             return _non_finite("the term " + ", ".join(bad), bad)

@@ -21,7 +21,7 @@ class Reason(Enum):
     TIME_LIMIT = "finished the planned training time ({seconds:g} s)"
     TOLERANCE = "the gradient norm fell below tolerance times its first value: a stationary point"
     NO_DECREASE = (
-        "the objective no longer decreases measurably in {dtype}: in most cases this is a minimum up to rounding"
+        "the objective no longer decreases measurably in {precision}: in most cases this is a minimum up to rounding"
         "{further}"
     )
     NON_FINITE = (

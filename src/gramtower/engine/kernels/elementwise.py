@@ -249,7 +249,8 @@ def as_loss(loss: str | Loss) -> Loss:
         _check_functions(loss)
         return loss
     if not isinstance(loss, str) or loss not in LOSSES:
-        check.fail("loss", repr(loss), "one of " + ", ".join(map(repr, LOSSES)) + ", or a gramtower.Loss")
+        loaded = "; a model that was fitted with its own is loaded with gt.load(path, loss=…)"
+        check.fail("loss", repr(loss), f"one of {', '.join(map(repr, LOSSES))}, or a gramtower.Loss{loaded}")
     return LOSSES[loss]
 
 

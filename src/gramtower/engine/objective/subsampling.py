@@ -2,8 +2,9 @@
 
     block     all pairs of Û × V̂, scaled by mn / (m̂ n̂)                        (Û × V̂ selection)
     subsets   two subsets of O: one for gradients, one for Gramians            (eq:grad_sogram_naive, eq:gramian2)
+    swapped   the mean of that and of the same with the two subsets exchanged  (below eq:gramian2)
 
-Both are the same evaluation as the full gradient on smaller constants: fewer rows, other weights. The second replaces
+All are the same evaluation as the full gradient on smaller constants: fewer rows, other weights. The others replace
 a_i by ā_i = a_i/|O_i,:| times how often i was drawn (eq:trans); an entity without observed pairs is never drawn.
 """
 
@@ -79,6 +80,29 @@ def subset_gradient(
     """
     sample, scale = _subset(problem, towers, parameters, entries, covered)
     return sample.gradient((gramians[:2], gramians[2:]), scale)
+
+
+def swapped_gradient(
+    problem: Problem, towers: Towers, parameters: Parameters, subsets: tuple[Tensor, Tensor],
+    running: Gramians | None, alpha: float, covered: float,
+) -> tuple[Parameters, Gramians]:  # fmt: skip
+    """The mean of eq:grad_sogram for two subsets and for the same two exchanged, and the running Gramians after it.
+
+    Each estimate moves the running Gramians toward those of its own second subset; what is kept is the mean of both.
+    Towers run once on each subset, so that the second estimate costs a vjp and two passes over a subset's pairs.
+    """
+    samples, fresh = [], []
+    for entries in subsets:
+        sample, scale = _subset(problem, towers, parameters, entries, covered)
+        own, cross = sample.side_gramians()
+        samples.append((sample, scale))
+        fresh.append(Gramians(*(matrix * scale for matrix in (*own, *cross))))
+    before = fresh[0].zeros() if running is None else running
+    moved = [before.toward(one, alpha) for one in fresh]
+    (first, scale), (second, other_scale) = samples
+    gradient = first.gradient((moved[1][:2], moved[1][2:]), scale).scale_(0.5)
+    gradient.axpy_(0.5, second.gradient((moved[0][:2], moved[0][2:]), other_scale))
+    return gradient, moved[0].toward(moved[1], 0.5)
 
 
 def _subset(

@@ -1,6 +1,11 @@
 """Any module as a step of a tower, differentiated by autodiff.
 
 The vjp is back-propagation; the jvp is the derivative of the vjp with respect to its cotangent, in which it is linear.
+A module with an operation that cannot be differentiated twice has its jvp by forward mode instead. That is a forward
+pass more for each product, while double backward uses what was kept. Where a module calls an autograd.Function of its
+own, double backward may leave out what is behind it without an error, so that forward mode is tried first, and the
+first jvp must be the adjoint of the vjp.
+
 For the preconditioner, hooks find A and S of the layers inside the module, S from random vectors at the output of a
 sample of rows. A ⊗ S assumes that the layer is called for each entity, once or several times; a layer that is called
 with something else, such as a parameter from which it computes a weight, gets a diagonal like all other parameters.
@@ -12,14 +17,17 @@ X W and Xᵀ G are each other's derivative, so that double backward works.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gramtower.data.pairs import Features, IdBlock, SparseBlock
@@ -48,6 +56,7 @@ def call_with(module: nn.Module, tensors: Mapping[str, Tensor], *inputs: object)
 
 Calls = list[tuple[str, Any, Tensor]]  # names of the layers inside a module that were called, inputs and results
 Kwargs = Mapping[str, Any]
+_Directions = Mapping[str | int, Tensor | None]  # of parameters by name and of inputs by position
 FIRST_LAYER = (
     'a tower over sparse features must begin with nn.Linear, nn.EmbeddingBag(mode="sum"), gramtower.InputLinear or '
     "x @ weight, of all columns or of some, x[:, start:stop]"
@@ -111,6 +120,10 @@ class _Product(torch.autograd.Function):
         return out
 
     @staticmethod
+    def jvp(ctx: Any, *d: Any) -> Tensor:
+        return _product(d[0], ctx.block, ctx.kernels, ctx.transposed)
+
+    @staticmethod
     def backward(ctx: Any, *g: Tensor) -> tuple[Tensor, None, None, None]:
         return _product(g[0], ctx.block, ctx.kernels, not ctx.transposed), None, None, None
 
@@ -138,6 +151,7 @@ class Opaque(Join):
     module: nn.Module  # called with its parameters replaced by those of θ
     names: dict[str, str]  # the module's trainable parameters: local name → name within the tower
     title: str = ""  # name for messages; the module's class if empty
+    forward_mode: bool | None = None  # whether the jvp is by forward mode; None until the first one
 
     analytic = False
     kept_copies = 3  # the first jvp adds a second graph
@@ -191,29 +205,62 @@ class Opaque(Join):
         return y, list(leaves.values()), calls
 
     def push(self, saved: _Kept, dx: list[Tensor | None], values: Values, tangent: Named) -> Tensor:
-        """∂(Jᵀv)/∂v applied to the direction, which is J d."""
+        """J d, by double backward or by forward mode; the first call decides."""
         if not len(saved.y):  # a process without rows; some modules cannot be differentiated twice there
             return torch.zeros_like(saved.y)
+        directions = {name: dx[name] if isinstance(name, int) else tangent.get(name) for name in saved.names}
+        if self.forward_mode is not None:
+            return (self._push_forward if self.forward_mode else self._push_twice)(saved, directions, values)
+        own, why = _has_own_functions(saved.y), "a derivative by a function of its own is not that of its gradient"
+        for forward in (True, False) if own else (False, True):
+            push = self._push_forward if forward else self._push_twice
+            try:
+                dy = push(saved, directions, values)
+                good = not own or _is_adjoint(saved, directions, partial(push, saved, values=values))
+            except RuntimeError as error:  # NotImplementedError is one
+                if not isinstance(error, NotImplementedError) and "jvp" not in str(error):
+                    raise
+                why, saved.v, saved.pulled = str(error), None, ()
+                continue
+            if good:
+                self.forward_mode = forward
+                return dy
+        raise ValueError(
+            f"tower: {self.label} has neither a second derivative nor one by forward mode, and this optimizer needs "
+            f"one of them ({why}); use optimizer 'lbfgs', 'gd-diag' or 'gd', or other torch functions in the module"
+        )
+
+    def _push_twice(self, saved: _Kept, directions: _Directions, values: Values) -> Tensor:
+        """∂(Jᵀv)/∂v applied to the direction."""
         if saved.v is None:
             saved.v = torch.zeros_like(saved.y, requires_grad=True)
             if saved.y.requires_grad:
                 saved.pulled = torch.autograd.grad(saved.y, saved.leaves, saved.v, create_graph=True, allow_unused=True)
         pulled, along = [], []
         for name, part in zip(saved.names, saved.pulled, strict=False):
-            direction = dx[name] if isinstance(name, int) else tangent.get(name)
+            direction = directions[name]
             if part is not None and part.requires_grad and direction is not None:
                 pulled.append(part)
                 along.append(direction)
         if not pulled:
             return torch.zeros_like(saved.y)
-        try:
-            (dy,) = torch.autograd.grad(pulled, saved.v, along, retain_graph=True, allow_unused=True)
-        except NotImplementedError as error:
-            raise ValueError(
-                f"tower: {self.label} cannot be differentiated twice, which this optimizer needs ({error}); use "
-                "optimizer 'lbfgs', 'gd-diag' or 'gd', or other torch functions in the module"
-            ) from error
+        (dy,) = torch.autograd.grad(pulled, saved.v, along, retain_graph=True, allow_unused=True)
         return torch.zeros_like(saved.y) if dy is None else _own(dy, along)
+
+    def _push_forward(self, saved: _Kept, directions: _Directions, values: Values) -> Tensor:
+        """The result of the module on numbers that carry the direction."""
+        _prepare_forward_mode()
+        with torch.no_grad(), forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+            duals = {
+                name: forward_ad.make_dual(leaf.detach(), direction)  # type: ignore[no-untyped-call]
+                for name, leaf in zip(saved.names, saved.leaves, strict=True)
+                if (direction := directions[name]) is not None
+            }
+            tensors = {local: duals.get(name, values.tensors[name]) for local, name in self.names.items()}
+            y = call_with(self.module, tensors, *(duals.get(place, x) for place, x in enumerate(saved.x)))
+            dy: Tensor | None = forward_ad.unpack_dual(y).tangent  # type: ignore[no-untyped-call]
+            given = [d for d in directions.values() if d is not None]
+            return torch.zeros_like(saved.y) if dy is None else _own(dy, given)
 
     def pull(self, saved: _Kept, g: Tensor, values: Values, out: Named, needed: list[bool]) -> list[Tensor | None]:
         """Back-propagation of g."""
@@ -348,6 +395,42 @@ class Opaque(Join):
             pairs = zip(grads, targets, strict=True)
             result.append([torch.zeros_like(t) if g is None else g for g, t in pairs])
         return result
+
+
+@cache
+def _prepare_forward_mode() -> None:
+    """Let torch compile its rules once, without its warnings about its own means of doing so."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        forward_ad.make_dual(torch.zeros(1), torch.zeros(1))  # type: ignore[no-untyped-call]
+
+
+def _has_own_functions(y: Tensor) -> bool:
+    """Whether y was computed with an autograd.Function other than that of sparse rows."""
+    seen: set[Any] = set()
+    waiting: list[Any] = [y.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, BackwardCFunction) and type(node).__name__ != f"{_Product.__name__}Backward":
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _is_adjoint(saved: _Kept, directions: _Directions, push: Callable[[_Directions], Tensor]) -> bool:
+    """Whether ⟨v, J d⟩ = ⟨Jᵀv, d⟩ for random v and d up to rounding, which tf32 makes larger than that of float32."""
+    rng = torch.Generator().manual_seed(0)
+    drawn = {name: None if d is None else torch.randn(d.shape, generator=rng).to(d) for name, d in directions.items()}
+    v, dy = torch.randn(saved.y.shape, generator=rng).to(saved.y), push(drawn)
+    pulled = torch.autograd.grad(saved.y, saved.leaves, v, retain_graph=True, allow_unused=True)
+    both = zip(pulled, drawn.values(), strict=True)
+    back = sum(float((g * d).sum(dtype=torch.float64)) for g, d in both if g is not None and d is not None)
+    gap = abs(back - float((v * dy).sum(dtype=torch.float64)))
+    level = 1e-8 if dy.dtype == torch.float64 else 3e-3
+    return gap <= level * (abs(back) + float(torch.linalg.vector_norm(dy, dtype=torch.float64)))
 
 
 def _is_float(x: object) -> bool:

@@ -240,7 +240,7 @@ def _check_value(name: str, value: object, whole: Space) -> Value:
     if name == "dim":
         return check.count(label, value)
     if name == "imputed":
-        return "fitted" if value == "fitted" else check.number(label, value)
+        return str(value) if value in ("fitted", "given") else check.number(label, value)
     if name == "activation":
         make_activation(label, value)
         return str(value)

@@ -173,7 +173,7 @@ def _ranked_often(held_out: sp.csr_matrix, seed: int, device: str) -> tuple[sp.c
 def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str, Value]:
     """Return the settings that a model has without tuning, by the names of the search space."""
     given_features = any(features is not None for features in parts.features)
-    problem = make_problem(model, data)
+    problem, imputed = make_problem(model, data), imputed_label(model)
 
     def power(name: str, weights: object) -> float:  # s of "degree^s"; 0 for none, and for an array
         return degree_power(name, weights) if isinstance(weights, str) else 0.0
@@ -185,7 +185,7 @@ def start_values(model: ModelSettings, parts: Parts, data: FitData) -> dict[str,
         "frequency_power": model.frequency_power,
         "left_power": power("left_weights", left_weights(model)),
         "right_power": power("right_weights", right_weights(model, data)),
-        "imputed": imputed_label(model),
+        "imputed": imputed if isinstance(imputed, (float, int, str)) else "given",
         "dim": data.dim,
         "hidden": hidden_text(data.hidden),
         "activation": data.activation,
@@ -202,7 +202,7 @@ def model_arguments(
     arguments: dict[str, Any] = {
         name: settings[name]
         for name in ("omega", "l2", "frequency_power", "imputed", "dim", "loss", "activation")
-        if name in settings
+        if name in settings and (name, settings[name]) != ("imputed", "given")
     }
     if "normalize" in settings:
         arguments["normalize"] = settings["normalize"] == "yes"
