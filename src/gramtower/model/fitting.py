@@ -55,7 +55,6 @@ from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Result
 
 ITERATIONS = 2  # unless given; benchmarks/bench_updates.py tries others
-_WHOLE = 5_000_000  # pairs up to which penalties are chosen on all entities (penalty_path.py)
 
 
 def fit(
@@ -91,9 +90,6 @@ def fit(
     path = None if previous is None else previous.path
     if not isinstance(settings.select, bool):
         check.choice("select", settings.select, HOLDS)
-    if settings.factors is not None and settings.select:  # their rows are those of all entities
-        many = (len(pairs) if isinstance(pairs, (Interactions, Shard)) else pairs.nnz) > _WHOLE
-        settings = settings.with_changes(select=False if many else "pairs")
     if settings.select and previous is None:
         given = None if validation is None else HeldOut(train, known, held_out, unseen)
         path = _selected(settings, pairs, features, given, checkpoint)

@@ -157,7 +157,7 @@ def hold_out_part(settings: ModelSettings, pairs: FitPairs, features: Both) -> H
     matrix, _ = matrix_and_ids(pairs)
     whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix, same_entities=False)
     sample = 1.0
-    if matrix.nnz > _PAIRS and _weights_by_name(settings):
+    if matrix.nnz > _PAIRS and _fits_samples(settings):
         sample = _PAIRS / matrix.nnz
         whole, features = _sampled(whole, features, sample, seed)
     if what != "pairs":
@@ -222,7 +222,7 @@ def _held_side(settings: ModelSettings, features: Both) -> str:
     """The kind of part to hold out: "pairs", or the side whose entities are held out."""
     if isinstance(settings.select, str):
         return settings.select
-    if current_group().size > 1 or not _weights_by_name(settings):
+    if current_group().size > 1 or not _fits_samples(settings):
         return "pairs"
     for side, given in zip(SIDES, features, strict=True):
         parts = GivenFeatures(side, given)
@@ -231,9 +231,10 @@ def _held_side(settings: ModelSettings, features: Both) -> str:
     return "pairs"
 
 
-def _weights_by_name(settings: ModelSettings) -> bool:
-    """Whether weights of entities are given by name, not as arrays of all entities."""
-    return all(isinstance(given, str | None) for given in (settings.left_weights, settings.right_weights))
+def _fits_samples(settings: ModelSettings) -> bool:
+    """Whether settings hold for a part of the entities: no weights or labels are given as arrays of all of them."""
+    given = (settings.left_weights, settings.right_weights)
+    return settings.factors is None and all(isinstance(weights, str | None) for weights in given)
 
 
 def _held_pairs(
