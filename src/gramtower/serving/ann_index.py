@@ -37,7 +37,7 @@ from gramtower._util.checks import need
 from gramtower._util.files import build
 from gramtower._util.tensors import TensorFile, write
 from gramtower.data.ids import Ids
-from gramtower.retrieval.topk import checked_ranking, top_k
+from gramtower.retrieval.topk import best_of, checked_ranking, top_k
 
 KINDS = ("faiss", "faiss-hnsw", "hnsw")
 _FORMAT = ("gramtower-index", 1)
@@ -252,7 +252,6 @@ def _hnswlib() -> ModuleType:
 
 Found = tuple[Rows, NDArray[np.float32]]
 _WIDEST = 2048  # most candidates of one query
-_GATHERED = 1 << 22  # numbers gathered at a time
 
 
 @dataclass
@@ -304,20 +303,10 @@ def _approximate(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, index: 
     for row, columns in enumerate(excluded):
         if len(columns):
             candidates[row][np.isin(candidates[row], columns)] = -1
-    scores, gathered = np.empty(candidates.shape, np.float32), torch.from_numpy(np.maximum(candidates, 0))
-    step = max(1, _GATHERED // max(1, candidates.shape[1] * Q.shape[1]))
-    for start in range(0, len(P), step):
-        part = slice(start, start + step)
-        scores[part] = torch.einsum("rd,rcd->rc", P[part], Q[gathered[part]]).float().numpy()
-    scores[candidates < 0] = -np.inf
-    order = np.lexsort((candidates, -scores), axis=1)[:, :k]
-    found, values = np.take_along_axis(candidates, order, 1), np.take_along_axis(scores, order, 1)
-    if (missing := k - found.shape[1]) > 0:
-        found = np.pad(found, ((0, 0), (0, missing)), constant_values=-1)
-        values = np.pad(values, ((0, 0), (0, missing)), constant_values=-np.inf)
+    found, values = best_of(P, Q, candidates, k)
     wanted = np.minimum(k, len(Q) - np.array([len(columns) for columns in excluded]))
     short = np.flatnonzero((found >= 0).sum(1) < wanted)
     if len(short):
         again = _exact(P[torch.from_numpy(short)], Q, [excluded[row] for row in short.tolist()], k)
         found[short], values[short] = again
-    return found, values.astype(np.float32)
+    return found, values

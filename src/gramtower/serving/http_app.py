@@ -20,6 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Scope
 
 from gramtower._util.files import plain
+from gramtower.data.entity_table import TableError
 from gramtower.serving import request_checks as bodies
 from gramtower.serving.batching import Batcher, CallTask, ListTask, places, work
 from gramtower.serving.messages import Limits, Refused, encode, shown, within
@@ -300,7 +301,7 @@ def make_app(
         app.add_route(path, service.post(path), ["POST"])
     for path, handler in {**service.gets, **dict.fromkeys(fixed, document)}.items():
         app.add_route(path, handler, ["GET"])
-    for kind in (Refused, HTTPException, Exception):
+    for kind in (Refused, TableError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
     return Guard(app, metrics, {*service.posts, *service.gets, *fixed}, token, hosts, origins, log), service
 
@@ -308,6 +309,8 @@ def make_app(
 async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, Refused):
         return refusal(error)
+    if isinstance(error, TableError):
+        return refusal(Refused(422, str(error)))
     if isinstance(error, HTTPException):
         return answer({"error": str(error.detail)}, error.status_code, dict(error.headers or {}))
     _LOG.error("internal error", exc_info=error)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.host import release
+from gramtower.data.entity_table import EntityTable
 from gramtower.data.ids import Key
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
@@ -34,7 +35,7 @@ from gramtower.model.side import Side, described
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, index_path, read_index
 from gramtower.serving.messages import Refused
-from gramtower.serving.served_entities import Entities, EntityTable, Map
+from gramtower.serving.served_entities import Entities, Map
 
 if TYPE_CHECKING:
     from polars import DataFrame
