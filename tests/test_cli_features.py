@@ -361,7 +361,7 @@ def test_scores_are_boosted_and_cut_in_the_shell(shelf, capsys):
         return {hit["id"]: hit["score"] for hit in answer(capsys, *tokens, *flags)["answers"][0]["results"]}
 
     before, fitted = scores(), load(plain / "model.gramtower").fitted_
-    pairs = dict(zip(fitted.right.ids, fitted.popularity().tolist(), strict=True))
+    pairs = dict(zip(fitted.right.ids, fitted.popularity.tolist(), strict=True))
     years = {f"item {i}": 1990 + i if i < 29 else 0 for i in range(30)}
     expected = {key: s + 0.01 * years[key] - 0.5 * math.log(1 + pairs[key]) for key, s in before.items()}
     least = sorted(expected.values())[20] - 1e-3

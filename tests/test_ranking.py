@@ -229,7 +229,7 @@ def test_lists_of_a_model_are_those_of_brute_force(model, tmp_path):
         key: set() if c is None else set(c.split("|")) for key, c in zip(FRAME["id"], FRAME["category"], strict=True)
     }
     stock = dict(zip(FRAME["id"], FRAME["in_stock"], strict=True))
-    added = [0.2 * bool(stock.get(key)) - 0.1 * np.log1p(fitted.popularity()[row]) for key, row in order.items()]
+    added = [0.2 * bool(stock.get(key)) - 0.1 * np.log1p(fitted.popularity[row]) for key, row in order.items()]
     groups = [([cells.get(key, set()) for key in order], 1)]
     dated = [key in stock and FRAME["year"][FRAME["id"].index(key)] is not None for key in order]
     P, Q = model.embed(side="left"), model.embed(side="right")

@@ -713,9 +713,10 @@ class FittedModel:
         return ranking(
             P, right.embeddings, exclude=union(*left_out) if left_out else None, allow=allowed, own=own,
             deny=np.concatenate(denied) if denied else None,
-            rules=make_rules(columns, self.popularity, len(right), **rules),
+            rules=make_rules(columns, lambda: self.popularity, len(right), **rules),
         )  # fmt: skip
 
+    @cached_property
     def popularity(self) -> NDArray[np.int64]:
         """The number of training pairs of each right entity."""
         if not self.shards.single:

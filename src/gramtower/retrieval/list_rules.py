@@ -98,7 +98,7 @@ def make_rules(
             cells = table().numbers(column, "boost")
             if np.isinf(cells).any():
                 raise TableError(f"boost: got infinity in column {column!r}, expected finite numbers")
-            added += check.number(f"boost[{column!r}]", weight) * np.nan_to_num(cells)
+            added += check.number(f"boost[{column}]", weight) * np.nan_to_num(cells)
     elif boost is not None:
         given = check.as_array("boost", boost, "one number for each right entity")
         if given.shape != (count,) or given.dtype.kind not in "biuf":
@@ -112,7 +112,7 @@ def make_rules(
         check.fail("boost", "numbers beyond float32", "smaller ones")
     if at_most is not None and not isinstance(at_most, Mapping):
         check.fail("at_most", type(at_most).__name__, 'a mapping such as {"category": 3}')
-    quotas = {column: check.count(f"at_most[{column!r}]", most) for column, most in (at_most or {}).items()}
+    quotas = {column: check.count(f"at_most[{column}]", most) for column, most in (at_most or {}).items()}
     return Rules(
         None if where is None else table().matching(where),
         added.astype(np.float32) if added.any() else None,
