@@ -86,6 +86,10 @@ def test_added_numbers_and_a_least_score_are_exact(whole, loaded):
     banned = np.ones((M, len(Q)), bool)
     banned[:, allow] = False
     same(found, brute(P, Q, 9, banned=banned, added=added, min_score=2.0), 9, whole)
+    banned[:, :9] = True
+    few = ranking(P[:2], Q, allow=allow, deny=np.arange(9), rules=rules)  # whose candidates are not copied
+    assert len(few.Q) == len(Q)
+    same(few.top(9, loaded=loaded), brute(P[:2], Q, 9, banned=banned, added=added, min_score=2.0), 9, whole)
 
 
 @pytest.mark.parametrize("whole", [True, False])

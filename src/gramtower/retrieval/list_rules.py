@@ -22,6 +22,7 @@ from gramtower.data.entity_table import EntityTable, Rows, TableError
 
 Numbers = NDArray[np.float32]
 Boost = Mapping[str, float] | Sequence[float] | NDArray[np.generic]
+_LARGEST = 1e30  # added to a score; far from the end of float32
 _POOL, _QUOTA_POOL = 10, 4  # entities of a pool for each place of a list, with diversity, and with only quotas
 
 
@@ -98,7 +99,8 @@ def make_rules(
             cells = table().numbers(column, "boost")
             if np.isinf(cells).any():
                 raise TableError(f"boost: got infinity in column {column!r}, expected finite numbers")
-            added += check.number(f"boost[{column}]", weight) * np.nan_to_num(cells)
+            with np.errstate(over="ignore", invalid="ignore"):  # refused below
+                added += check.number(f"boost[{column}]", weight) * np.nan_to_num(cells)
     elif boost is not None:
         given = check.as_array("boost", boost, "one number for each right entity")
         if given.shape != (count,) or given.dtype.kind not in "biuf":
@@ -107,9 +109,10 @@ def make_rules(
         check.finite("boost", given)
         added += given
     if popularity:
-        added += popularity * np.log1p(counts())
-    if not (np.abs(added) < np.finfo(np.float32).max).all():
-        check.fail("boost", "numbers beyond float32", "smaller ones")
+        with np.errstate(over="ignore", invalid="ignore"):
+            added += popularity * np.log1p(counts())
+    if not (np.abs(added) < _LARGEST).all():
+        check.fail("boost, popularity", "numbers that overflow", f"sums below {_LARGEST:g}")
     if at_most is not None and not isinstance(at_most, Mapping):
         check.fail("at_most", type(at_most).__name__, 'a mapping such as {"category": 3}')
     quotas = {column: check.count(f"at_most[{column}]", most) for column, most in (at_most or {}).items()}

@@ -33,6 +33,7 @@ from gramtower.data.matrices import SparseMatrix, canonical, without
 from gramtower.retrieval.list_rules import NO_RULES, Rules
 
 _GATHERED = 1 << 22  # numbers gathered at a time
+_COPY = 4  # time to copy a row of Q, in products with it
 _DEFAULT_BYTES = {"cpu": 64_000_000, "cuda": 1_000_000_000}  # memory of a block of scores
 _MOST_KEPT = 512  # longest lists for compiled code, which sorts by insertion
 _WORTH_LOADING = 1 << 20  # least number of scores for which compiled code is loaded
@@ -366,7 +367,7 @@ class Ranking(NamedTuple):
         rules, pool = self.rules, min(pool, len(self.Q))
         for start, stop, columns, values in self._best(pool, block_bytes, loaded):
             if rules.min_score is not None:
-                low = values < rules.min_score
+                low = values < np.float64(rules.min_score)
                 columns, values = np.where(low, -1, columns), np.where(low, np.float32(-np.inf), values)
             if rules.diversity or rules.groups:
                 found, scores = np.full((stop - start, k), -1), np.full((stop - start, k), -np.inf, np.float32)
@@ -476,6 +477,11 @@ def checked_ranking(
     if own is not None:
         own, exclude = own if exclude is None else without(own, exclude), None
         chosen = np.arange(len(Q)) if chosen is None and denied is not None else chosen
+    elif chosen is not None and len(P) * (len(Q) - len(chosen)) < _COPY * len(chosen):  # few rows: no copy of Q
+        others = np.ones(len(Q), bool)
+        others[chosen] = False
+        others[[] if denied is None else denied] = True
+        return Ranking(P, Q, exclude, np.flatnonzero(others), None, None, rules)
     if chosen is not None:  # leave out the other columns before the product
         if denied is not None:
             chosen, denied = np.setdiff1d(chosen, denied, assume_unique=True), None
