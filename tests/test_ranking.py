@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from test_new_entities import ITEMS, USERS, fitted, user_table, users
 
 import gramtower as gt
 from gramtower.data.entity_table import EntityTable
@@ -254,7 +255,23 @@ def test_lists_of_a_model_are_those_of_brute_force(model, tmp_path):
         assert written["right"].to_list() == [model.right_.ids[j] for row in expected for j, _ in row]
 
 
-def test_allowed_pairs_of_new_entities_are_joined_by_row_or_refused(model):
+def test_new_entities_have_allowed_pairs_by_their_ids_or_rows():
+    model = fitted(left=user_table(range(USERS)))
+    new = users([USERS, USERS + 1])
+    own = {f"u{USERS}": ["i3", "i1"], f"u{USERS + 1}": ["i2"]}
+    columns = {key: row for row, key in enumerate(model.right_.ids)}
+    matrix = sp.lil_matrix((2, ITEMS))
+    for row, keys in enumerate(own.values()):
+        matrix[row, [columns[key] for key in keys]] = 1
+    by_id = gt.Interactions.from_arrays(*zip(*((a, b) for a, keys in own.items() for b in keys), strict=True))
+    for allow in (by_id, matrix.tocsr()):
+        found = model.recommend(left_features=new, k=3, allow=allow)[0]
+        assert [{key for key in row if key is not None} for row in found.tolist()] == [
+            set(keys) for keys in own.values()
+        ]
+
+
+def test_tables_and_allowed_pairs_that_say_nothing(model):
     with pytest.raises(ValueError, match="table"):
         model.recommend(["u1"], where="year > 3")
     with pytest.raises(ValueError, match="as_frame"):
@@ -265,7 +282,19 @@ def test_allowed_pairs_of_new_entities_are_joined_by_row_or_refused(model):
     assert np.isneginf(scores).all()
 
 
-def test_lists_on_parts_of_a_file_do_not_mix_rules(model, tmp_path, monkeypatch):
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="lists of a GPU need one")
+def test_a_gpu_makes_the_same_lists():
+    P, Q = map(torch.from_numpy, embeddings(True))
+    own = sp.csr_matrix((np.random.default_rng(1).random((M, N)) < 0.4).astype(float))
+    rules = Rules(added=np.arange(N, dtype=np.float32), groups=((np.arange(N)[:, None] % 7, 1),), diversity=0.4)
+    for only in (None, own):
+        expected = ranking(P, Q, own=only, rules=rules).top(6)
+        found = ranking(P.cuda(), Q.cuda(), own=only, rules=rules).top(6)
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
+
+
+def test_lists_on_parts_of_a_file_do_not_mix_rules(model):
     from gramtower.model.fitted import _marks
 
     made = {str(_marks(model.fitted_.ids, ranking(*map(torch.from_numpy, embeddings(True)), rules=one))) for one in (
