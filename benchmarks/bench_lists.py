@@ -14,6 +14,11 @@ cores, and lists at most 2 times the products on a GPU, where the file, which th
 Processor seconds are kept too: they say more where others use the machine. Peak memory is that of a fresh process
 beyond the model. Embeddings are random: what is timed does not depend on how good they are, but ranking is cheaper
 where the best columns come first. Writes the section <device> of benchmarks/results/lists.json at the default sizes.
+
+With --rules: lists by rules (docs/how-to/ranking.md) against plain ones, by turns, for 10,000 left entities and lists
+of 10, and for one left entity. Rules are read once from a table of the right entities, whose seconds are printed.
+Bound: 1.5 times for filters, allow lists, boosts, popularity and least scores; quotas and diversity have none. Writes
+the section <device>-rules.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +43,11 @@ from bench_engine import _resident, _status
 from common import median_ratio, write_result
 
 from gramtower._util.host import pool
+from gramtower.data.entity_table import EntityTable
 from gramtower.model.feature_spec import Ids
 from gramtower.model.fitted import write_lists
-from gramtower.retrieval.topk import Ranking, ranking, rows_in_block, tile_shape
+from gramtower.retrieval.list_rules import Rules, make_rules
+from gramtower.retrieval.topk import Ranking, checked_ranking, ranking, rows_in_block, tile_shape
 
 WRITES = importlib.util.find_spec("polars") is not None
 
@@ -134,6 +142,58 @@ def times_of(options: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": seconds, "ratios": ratios, "times": times, "file_bytes": size}
 
 
+def rules_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of lists by each rule, and their ratios to plain ones."""
+    import polars as pl
+
+    ids, _, plain = made(options.left, options.right, options.dim, options.seen)
+    rng, device, n = np.random.default_rng(1), torch.device(options.device), options.right
+    cells = {
+        "id": ids[1].tolist(),
+        "category": [f"c{c}" for c in rng.integers(0, 30, n)],
+        "year": rng.integers(1970, 2026, n),
+    }
+    frame = pl.DataFrame(cells | {"in_stock": rng.random(n) < 0.5})
+    start = time.perf_counter()
+    table = EntityTable.of(frame, ids[1], n)
+    joined = time.perf_counter() - start
+    given: dict[str, dict[str, Any]] = {
+        "where half": {"where": "in_stock"},
+        "where few": {"where": "category in ['c1', 'c2'] and year >= 2000"},
+        "boost": {"boost": {"year": 0.01, "in_stock": 1.0}},
+        "popularity": {"popularity": -0.5},
+        "min_score": {"min_score": 20.0},
+        "at_most": {"at_most": {"category": 2}},
+        "diversity": {"diversity": 0.3},
+    }
+    counts = np.bincount(plain.exclude.indices, minlength=n)  # type: ignore[union-attr]
+    rules = {name: make_rules(lambda: table, lambda: counts, n, **one) for name, one in given.items()}
+    start = time.perf_counter()
+    for one in given.values():
+        make_rules(lambda: table, lambda: counts, n, **one)
+    print(f"the table is joined in {joined:.3f} s, all rules are read in {time.perf_counter() - start:.3f} s")
+    own = made(options.left, n, 1, 200)[2].exclude
+    P, Q, found = plain.P.to(device), plain.Q.to(device), {}
+    for rows, repeats in ((options.left, options.repeats), (1, 50 * options.repeats)):
+        part, out = P[:rows], plain.exclude[:rows]  # type: ignore[index]
+
+        def ranked(rule: Rules, only: sp.csr_matrix | None = None, part: Any = part, out: Any = out) -> None:
+            checked_ranking(part, Q, out, None, None, only, rule).top(options.k, loaded=True)
+
+        plainly = partial(ranked, Rules())
+        ways = {"allow 200 of each": partial(ranked, Rules(), own[:rows])}
+        seconds, ratios = dict[str, float](), dict[str, float]()
+        print(f"{rows:,} lists, ratios to plain ones:")
+        for name, way in (ways | {name: partial(ranked, one) for name, one in rules.items()}).items():
+            times = measured({"plain": plainly, name: way}, repeats)["wall"]
+            seconds |= {one: statistics.median(taken) for one, taken in times.items()}
+            ratios[name] = median_ratio(times, name, "plain")
+            bound = "" if name in ("at_most", "diversity") else " (<= 1.5)"
+            print(f"  {name}: {seconds[name]:.4f} s, {ratios[name]:.2f}{bound}")
+        found[f"{rows} lists"] = {"seconds": seconds, "ratios": ratios}
+    return {"joined_seconds": joined, **found}
+
+
 def memory(options: argparse.Namespace) -> int:
     """Peak resident memory of `recommend_all` beyond its model; run in a fresh process."""
     device = torch.device(options.device)
@@ -151,22 +211,31 @@ def memory(options: argparse.Namespace) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (
-        ("left", 100_000),
+        ("left", None),
         ("right", 100_000),
         ("dim", 128),
-        ("k", 100),
+        ("k", None),
         ("seen", 10),
         ("repeats", 3),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--memory-child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rules", action="store_true", help="time rules of lists instead")
+    options = parser.parse_args()
+    default = {"left": 10_000 if options.rules else 100_000, "k": 10 if options.rules else 100}
+    parser.set_defaults(**default)
     options = parser.parse_args()
     if options.memory_child:
         print(json.dumps(memory(options)))
         return
     sizes = {name: getattr(options, name) for name in ("left", "right", "dim", "k", "seen")}
     print(f"{sizes} on {options.device}, {torch.get_num_threads()} threads")
+    if options.rules:
+        found = rules_of(options)
+        if all(parser.get_default(name) == size for name, size in sizes.items()):
+            print(write_result(f"lists/{options.device}-rules", {"sizes": sizes, **found}))
+        return
     if not WRITES:
         print("file, and the memory of the host: left out, as polars, which writes Parquet files, is not installed")
     found = times_of(options)

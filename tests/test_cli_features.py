@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tomllib
@@ -369,7 +370,7 @@ def test_lists_show_titles_of_a_table(files, fitted, shelf, tmp_path, capsys):
     tokens = ["recommend", fitted, "--left", "07", "-k", 40, "--include-seen", "--right-features", new]
     titles = {hit["id"]: hit["title"] for hit in answer(capsys, *tokens)["answers"][0]["results"]}
     assert titles["item 51"] == "The odd film 51"
-    found = answer(capsys, *tokens, "--where", "title=The odd film 51")["answers"][0]["results"]
+    found = answer(capsys, *tokens, "--where", "title == 'The odd film 51'")["answers"][0]["results"]
     assert [hit["id"] for hit in found] == ["item 51"]
 
 
@@ -381,18 +382,40 @@ def test_lists_are_filtered_by_columns(shelf, tmp_path, capsys):
         found = answer(capsys, *tokens, *flags)["answers"][0]["results"]
         return sorted(int(hit["id"].split()[1]) for hit in found)
 
-    assert numbers("--where", "genre=Comedy") == list(range(0, 29, 3))
-    assert numbers("--where", "genre=Drama", "--where", "year>=2000", "--where", "year<=2004") == [10, 11, 13, 14]
-    assert numbers("--where", "year=1991", "--where", "year=1992") == [1, 2]
-    assert numbers("--where", "genre=Comedy", "--allow", "item 0", "item 1", "item 3") == [0, 3]
-    assert numbers("--where", "genre=Opera") == []
+    assert numbers("--where", "genre == 'Comedy'") == list(range(0, 29, 3))
+    assert numbers("--where", "genre == 'Drama' and 2000 <= year <= 2004") == [10, 11, 13, 14]
+    assert numbers("--where", "year in [1991, 1992]") == [1, 2]
+    assert numbers("--where", "genre == 'Comedy'", "--allow", "item 0", "item 1", "item 3") == [0, 3]
+    assert numbers("--where", "genre == 'Opera'") == []
+    assert len(numbers("--at-most", "genre=2")) == 5  # two of Comedy, two of War|Drama, and one without a row
+    (tmp_path / "own.csv").write_text("user,item\n07,item 3\n07,item 4\n08,item 5\n")
+    assert numbers("--allow-pairs", tmp_path / "own.csv") == [3, 4]
     out = tmp_path / "all.csv"
     everything = ["recommend", plain, "--all", "--out", out, "--right-table", table, "--where", "year<=1991"]
     answer(capsys, *everything)
     assert {line.split(",")[2] for line in out.read_text().splitlines()[1:]} <= {"item 0", "item 1"}
-    for flags in (["year"], ["genre>=3"], ["year>=x"], ["yeer=1990"], ["year=1990", "--where", "year>=2"]):
-        assert "--where: " in refusal(capsys, *tokens, "--where", *flags)
-    assert "--right-table" in refusal(capsys, "recommend", plain, "--left", "07", "--where", "year=1990")
+    for flag in ("year =", "genre >= 3", "year >= 'x'", "yeer == 1990"):
+        assert "where: " in refusal(capsys, *tokens, "--where", flag)
+    assert "--right-table" in refusal(capsys, "recommend", plain, "--left", "07", "--where", "year == 1990")
+
+
+def test_scores_are_boosted_and_cut_in_the_shell(shelf, capsys):
+    plain, table = shelf
+    tokens = ["recommend", plain, "--left", "07", "-k", 30, "--include-seen", "--right-table", table]
+
+    def scores(*flags):
+        return {hit["id"]: hit["score"] for hit in answer(capsys, *tokens, *flags)["answers"][0]["results"]}
+
+    before, fitted = scores(), load(plain / "model.gramtower").fitted_
+    pairs = dict(zip(fitted.right.ids, fitted.popularity.tolist(), strict=True))
+    years = {f"item {i}": 1990 + i if i < 29 else 0 for i in range(30)}
+    expected = {key: s + 0.01 * years[key] - 0.5 * math.log(1 + pairs[key]) for key, s in before.items()}
+    least = sorted(expected.values())[20] - 1e-3
+    after = scores("--boost", "year=0.01", "--popularity", "-0.5", "--min-score", least)
+    assert after == pytest.approx({key: s for key, s in expected.items() if s >= least}, abs=1e-4)
+    assert list(scores("--diversity", 0.9)) != list(before)
+    for flags in (["--boost", "year=inf"], ["--boost", "yeer=1"], ["--at-most", "genre=x"], ["--diversity", 2]):
+        assert f"{flags[0][2:].replace('-', '_')}" in refusal(capsys, *tokens, *flags)
 
 
 def test_ids_to_allow_or_deny_come_several_at_once_or_from_a_file(shelf, tmp_path, capsys):

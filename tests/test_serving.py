@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from serving_cases import ITEMS, ODD, client, genres, model, source
+from serving_cases import ITEMS, ODD, client, folder, genres, model, source
 
 from gramtower.serving.messages import Limits
 
@@ -97,6 +97,48 @@ def test_ranges_and_several_columns_are_all_of_them(api):
     with_title = post(api, "/recommend", left=["user 2"], k=1, columns=True)["answers"][0]["results"][0]
     assert with_title["columns"]["title"].startswith("Thing")
     assert post(api, "/recommend", left=["user 2"], filter={"genre": "Opera"})["answers"][0]["results"] == []
+
+
+RULES = {
+    "where": dict(where="genre == 'Comedy' and 1985 <= year < 2010"),
+    "boost": dict(boost={"year": 0.003}),
+    "popularity": dict(popularity=-0.2),
+    "diversity": dict(diversity=0.6),
+    "at_most": dict(at_most={"genre": 1}),
+    "min_score": dict(min_score=0.0),
+    "all": dict(
+        where={"year": {"min": 1982}}, boost={"year": 0.01}, popularity=0.1, diversity=0.2, at_most={"genre": 2}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_give_the_lists_of_the_model(api, name):
+    left = ["user 2", "a/b", "user 5"]
+    table = {"table": folder() / "items.csv"} if {"where", "boost", "at_most"} & set(RULES[name]) else {}
+    for k in (3, 40):
+        wanted = expected("history", left, k=k, **table, **RULES[name])
+        assert lists(post(api, "/recommend", left=left, k=k, **RULES[name])) == wanted
+        lines = api.post("/recommend", json={"left": left, "k": k, "stream": True, **RULES[name]}).text.splitlines()
+        assert [[one["id"] for one in json.loads(line)["results"]] for line in lines] == wanted
+    assert wanted != expected("history", left, k=40)
+
+
+def test_an_empty_filter_needs_no_table(api):
+    plain = post(api, "/recommend", model="plain", left=["user 2"])
+    assert post(api, "/recommend", model="plain", left=["user 2"], filter={}, at_most={}) == plain
+
+
+def test_each_entity_may_have_its_own_allow_list(api):
+    left, allow = ["user 2", "a/b", "user 5"], [["i1", "i2", "no"], [], ["i7", "i9", "i1", "i12"]]
+    answer = post(api, "/recommend", left=left, k=3, exclude_seen=False, allow=allow, boost={"year": 0.1})
+    assert answer["unknown_allowed"] == 1
+    options = dict(k=3, exclude_seen=False, boost={"year": 0.1}, table=folder() / "items.csv")
+    wanted = [expected("history", [key], allow=[one for one in own if one != "no"], **options)[0]
+              for key, own in zip(left, allow, strict=True)]  # fmt: skip
+    assert lists(answer) == wanted
+    new = post(api, "/recommend", histories=[["i1"], ["i2"]], k=3, allow=[["i3"], ["i1", "i4"]])
+    assert [set(one) for one in lists(new)] == [{"i3"}, {"i1", "i4"}]
 
 
 def test_new_entities_by_history_by_features_and_by_both(api):
@@ -245,6 +287,21 @@ BAD = {
     "a wrong column": dict(model="table", left_features=[{"agee": 3}]),
     "columns of two lengths": dict(model="table", left_features={"age": [1.0], "city": ["Oslo", "Lima"]}),
     "a filter without a table": dict(model="table", left=["a/b"], filter={"genre": "War"}),
+    "a boost without a table": dict(model="table", left=["a/b"], boost={"year": 1}),
+    "an expression that is none": dict(left=["a/b"], where="year ="),
+    "code": dict(left=["a/b"], where="__import__('os')"),
+    "nested": dict(left=["a/b"], where="(" * 900),
+    "no expression": dict(left=["a/b"], where=""),
+    "a filter twice": dict(left=["a/b"], where="year", filter={"year": 3}),
+    "a boost of words": dict(left=["a/b"], boost={"genre": 1}),
+    "a boost that is text": dict(left=["a/b"], boost={"year": "1"}),
+    "an infinite boost": dict(left=["a/b"], boost={"year": 1e300}),
+    "much diversity": dict(left=["a/b"], diversity=1.1),
+    "a quota of none": dict(left=["a/b"], at_most={"genre": 0}),
+    "a quota of another column": dict(left=["a/b"], at_most={"gnre": 1}),
+    "too few allow lists": dict(left=["a/b", "007"], allow=[["i1"]]),
+    "an allow list that is too long": dict(left=["a/b"], allow=[["i1"] * 10_001]),
+    "lists among ids": dict(left=["a/b"], allow=["i1", ["i2"]]),
     "rows of two widths": dict(model="matrix", left_features=[[1.0, 2.0, 3.0], [1.0]]),
     "another width": dict(model="matrix", left_features=[[1.0, 2.0]]),
     "no rows": dict(model="table", left_features=[]),
@@ -308,7 +365,7 @@ def test_the_interface_describes_itself(api):
     described = api.get("/openapi.json").json()
     assert set(described["paths"]) >= {"/recommend", "/similar", "/score", "/embed", "/health", "/ready", "/metrics"}
     body = described["paths"]["/recommend"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert {"left", "k", "filter", "histories"} <= set(body["properties"])
+    assert {"left", "k", "where", "histories"} <= set(body["properties"])
     text = api.get("/docs").text
     assert "POST /recommend" in text
     assert "<script" not in text

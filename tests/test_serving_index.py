@@ -15,6 +15,7 @@ pytest.importorskip("faiss", reason="indexes need faiss")
 
 from gramtower._util.tensors import TensorFile, write
 from gramtower.cli.program import run
+from gramtower.retrieval.list_rules import Rules
 from gramtower.retrieval.topk import top_k
 from gramtower.serving.ann_index import (
     KINDS,
@@ -83,6 +84,22 @@ def test_lists_by_an_index_have_exact_scores_and_leave_out_what_is_excluded(kind
         assert (np.diff(scores[0]) <= 0).all()
         recalls.append(recall_of(found, best_lists([queries[row]], Q)[0][0]))
     assert np.mean(recalls) > 0.9
+
+
+def test_queries_of_several_rules_and_own_lists_are_answered_together_and_exactly():
+    P, Q = embeddings(6, 1), embeddings(300, 2)
+    added = torch.arange(300).float().numpy() / 100
+    rules = [Rules(), Rules(added=added), Rules(min_score=2.0), Rules(diversity=0.5)]
+    queries = [Query(P, [NONE] * 6, 4, key=name, rules=one) for name, one in zip("abcd", rules, strict=True)]
+    queries.append(Query(P[:2], [NONE] * 2, 4, key="own", own=[np.array([3, 5]), NONE]))
+    queries.append(Query(P[2:3], [np.array([8])], 1, key="own", own=[np.array([8, 9])]))
+    together = best_lists(queries, Q, index=None)
+    for query, (found, scores) in zip(queries, together, strict=True):
+        ((own, values),) = best_lists([query], Q, index=object())  # which cannot be searched
+        np.testing.assert_array_equal(found, own)
+        np.testing.assert_allclose(scores, values, rtol=1e-5)
+    assert [sorted(row) for row in together[4][0].tolist()] == [[-1, -1, 3, 5], [-1] * 4]
+    assert together[5][0].tolist() == [[9]]
 
 
 def test_a_list_that_exclusions_leave_short_is_made_exactly():

@@ -43,7 +43,8 @@ POSTS = ("/recommend", "/similar", "/score", "/embed", "/explain", "/search", "/
 GETS = ("/map", "/run", "/models", "/health", "/ready", "/metrics", "/docs", "/openapi.json", "/")
 FIELDS = (
     "left", "right", "ids", "id", "k", "model", "side", "allow", "deny", "filter", "left_features", "right_features",
-    "histories", "columns", "stream", "together", "exclude_seen", "text", "most",
+    "histories", "columns", "stream", "together", "exclude_seen", "text", "most", "where", "boost", "popularity",
+    "diversity", "at_most", "min_score",
 )  # fmt: skip
 STATUSES = {200, 400, 401, 404, 405, 408, 413, 421, 422, 503}
 
@@ -52,6 +53,7 @@ NUMBERS = [0, 1, -1, 2**31, 2**63, 2**64, -(2**70), 10**300, 5, 11, 39]
 NUMBERS += [0.0, -0.0, 1.5, 1e308, 5e-324, 1e39, float("nan"), float("inf")]
 WORDS = ["", "i1", "i7", "user 1", *ODD, "left", "right", "up", "history", "table", "matrix", "genre", "year", "title"]
 WORDS += ["age", "city", "War", "Comedy", "Oslo", "min", "max", "1987", "x" * 5000, "../../etc/passwd", "\0", "a\nb"]
+WORDS += ["year >= 1990", "genre in ['War'] and not year", "year < genre", "not " * 200, "(" * 200, "[" * 90 + "]" * 90]
 WORDS += ["%00", "<script>", "${x}", "'; drop", "\\", "\ud800"]
 
 
@@ -95,6 +97,15 @@ def plausible(rng, path):
                 {"model": "table", "left_features": {"age": [1.0, None], "city": [None, "Lima"]}},
                 {"model": "matrix", "left_features": [[rng.gauss(0, 10.0 ** rng.randrange(30)) for _ in range(3)]]},
                 {"model": "matrix", "left": [rng.randrange(-2, 14)], "stream": True},
+                {"left": users(3), "allow": [some("i", 9), some("i", 3)], "popularity": rng.gauss(0, 1)},
+                {
+                    "left": users(4),
+                    "where": rng.choice(["genre == 'War' or year > 1990", "year"]),
+                    "boost": {"year": rng.choice(NUMBERS)},
+                    "diversity": rng.random(),
+                    "at_most": {"genre": rng.randrange(4)},
+                    "min_score": rng.gauss(0, 1),
+                },
                 {"left": users(3), "allow": some("i", 9), "deny": some("i", 9), "exclude_seen": False},
             ]
         ),

@@ -36,6 +36,7 @@ from gramtower.cli.options import (
 )
 from gramtower.cli.output import note, print_answer, print_facts, print_json, print_table, shown
 from gramtower.cli.reading import CONFIG, HISTORY, MODEL, Say, read_pairs, tower_features, validation_of
+from gramtower.data.entity_table import EntityTable
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers import movielens_table
 from gramtower.data.sources import read_toml
@@ -56,7 +57,6 @@ from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.fitting import validated_history
 from gramtower.model.settings import ModelSettings
 from gramtower.model.two_tower import TwoTower
-from gramtower.serving.served_entities import EntityTable
 from gramtower.training.result import Record, read_history
 
 

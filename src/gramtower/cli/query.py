@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower.cli.formats import ReadOptions
-from gramtower.cli.options import Common, Settings, Switch, Texts, number_or_text
+from gramtower.cli.options import Common, Settings, Switch, Texts, parse_option
 from gramtower.cli.output import print_answer, print_facts, print_json, print_table, silent
 from gramtower.cli.reading import (
     NO_ID,
@@ -26,11 +25,10 @@ from gramtower.cli.reading import (
     read_like,
     right_rows,
 )
+from gramtower.data.entity_table import EntityTable
 from gramtower.data.ids import Key, as_known, as_objects, id_series
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.model.two_tower import TwoTower
-from gramtower.serving.messages import Refused
-from gramtower.serving.served_entities import EntityTable
 
 Many = Annotated[list[str] | None, Parameter(negative=(), consume_multiple=True)]
 if TYPE_CHECKING:
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
 NEW = "(new)"  # the name of an entity that is only described
 _EVERY = 2.0  # seconds between lines of progress
-_WHERE = re.compile(r"(.+?)(>=|<=|=)(.*)", re.DOTALL)
 
 
 def evaluate(
@@ -105,9 +102,15 @@ def recommend(
     include_seen: Switch = False,
     exclude: Path | None = None,
     allow: Many = None,
+    allow_pairs: Path | None = None,
     deny: Many = None,
-    where: Texts = None,
     candidates: str = "all",
+    where: str | None = None,
+    boost: Texts = None,
+    popularity: float = 0.0,
+    diversity: float = 0.0,
+    at_most: Texts = None,
+    min_score: float | None = None,
     left_features: Path | None = None,
     right_features: Path | None = None,
     right_table: Path | None = None,
@@ -134,14 +137,19 @@ def recommend(
         exclude: Pairs of which none is to be shown, a file like the one the run read.
         allow: Ids of right entities, one or several, or @FILE with one in each line: only these; may be repeated.
             Unknown ids are ignored and counted.
+        allow_pairs: Pairs instead of ids, a file like the one the run read: each left entity has only its own.
         deny: The same: never these. An id that begins with @ is written with another @ before it.
-        where: Filter by a column of the right table: NAME=VALUE, or NAME>=NUMBER and NAME<=NUMBER; may be repeated. Of
-            several values of one column any is enough, of several columns all must match; a cell a|b has both.
         candidates: all that there are, with those of --right-features, or trained: those of the training data.
+        where: Only right entities whose columns of the right table match, such as "genre == 'Comedy' and year >= 1990".
+        boost: COLUMN=WEIGHT: add weight times this column of the right table to scores; may be repeated.
+        popularity: Exponent γ: add γ log(1 + n) to scores of right entities with n training pairs.
+        diversity: From 0 to 1: how much entities lose for being like those above them.
+        at_most: COLUMN=COUNT: so many of a list may share a value of this column of the right table; may be repeated.
+        min_score: Leave out lower scores.
         left_features: Table of new left entities, for models fitted with --left-features: all its rows, or --left.
         right_features: Table of right entities, for models fitted with --right-features: new ones are ranked too.
-        right_table: Table of right entities, joined by id, for titles and --where [default: --right-features, or the
-            table that the model was fitted with].
+        right_table: Table of right entities, joined by id, for titles, --where, --boost and --at-most [default:
+            --right-features, or the table that the model was fitted with].
         right_id: Its column of ids [default: called as in the run, or id].
         right_title: Its column that names an entity [default: title, name or label].
         history: Right id of a new left entity, for models fitted with --history; may be repeated.
@@ -167,11 +175,21 @@ def recommend(
         options[name] = keys_of(model, "right", listed(f"--{name}", ids))
     if exclude is not None:
         options["exclude"] = read_like(settings, exclude, "--exclude")
+    if allow_pairs is not None:
+        if allow is not None:
+            check.fail("--allow, --allow-pairs", "both", "one of them")
+        options["allow"] = read_like(settings, allow_pairs, "--allow-pairs")
     new = None if right_features is None else right_rows(model, right_features, common.note)
     options |= {} if new is None else {"right_features": new}
     table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common)
-    if where is not None:
-        options["allow"] = _matching(table, where, options["allow"])
+    options |= {"popularity": popularity, "diversity": diversity, "min_score": min_score, "where": where}
+    options |= {
+        name: dict(map(parse_option, given)) for name, given in (("boost", boost), ("at_most", at_most)) if given
+    }
+    if where is not None or boost or at_most:
+        if table is None:
+            check.fail("--where, --boost, --at-most", "no table", "--right-table as well, which has the columns")
+        options["table"] = table[2]
     if every and out is not None:
         return _write_all(model, out, k, {**options, "device": device or "auto", "fresh": fresh}, common)
     if left_features is not None:
@@ -211,8 +229,8 @@ def _right_table(
     title: str | None,
     new: DataFrame | None,
     common: Common,
-) -> tuple[EntityTable, list[Key]] | None:
-    """The table with titles and columns of right entities, and its ids: those of the model and of the ``new`` rows.
+) -> tuple[EntityTable, list[Key], DataFrame] | None:
+    """The table with titles of right entities, its ids, those of the model and of the ``new`` rows, and its frame.
 
     Without a table of its own it is the one that the model was fitted with, if its file is still there.
     """
@@ -229,42 +247,13 @@ def _right_table(
             name = next(part.table.id for part in model.right_.inputs.parts if part.table is not None)
             keys = map(str, id_series("id", new[name]).drop_nulls().to_list())
             known = list(dict.fromkeys([*known, *as_known(keys, model.right_.ids)]))
-        return EntityTable("--right-table", frame, column, as_objects(known), len(known), title), known
+        frame = frame.select(column, *(name for name in frame.columns if name not in (column, "id")))  # its ids first
+        return EntityTable("--right-table", frame, column, as_objects(known), len(known), title), known, frame
     except ValueError as error:
         if given is not None:
             raise
         common.note(f"no titles: {error}")
         return None
-
-
-def _matching(table: tuple[EntityTable, list[Key]] | None, where: list[str], allow: list[Key] | None) -> list[Key]:
-    """The ids that filters by columns let through, of those that are allowed."""
-    if table is None:
-        check.fail("--where", where[0], "--right-table as well: the table that has the column")
-    wanted: dict[str, Any] = {}
-    for text in where:
-        parts = _WHERE.fullmatch(text)
-        if parts is None:
-            check.fail("--where", repr(text), "NAME=VALUE, NAME>=NUMBER or NAME<=NUMBER")
-        name, sign, value = parts.groups()
-        kept = wanted.setdefault(name, [] if sign == "=" else {})
-        if isinstance(kept, list) != (sign == "="):
-            check.fail("--where", repr(text), f"values or bounds of {name}, not both")
-        if isinstance(kept, list):
-            kept.append(value)
-        elif table[0].kinds.get(name, "numeric") != "numeric":
-            check.fail("--where", repr(text), f"{name}=VALUE: the column is no column of numbers")
-        else:
-            bound = number_or_text(value)
-            if isinstance(bound, str):
-                check.fail("--where", repr(text), "a number")
-            kept["min" if sign == ">=" else "max"] = check.number("--where", bound)
-    try:
-        rows = table[0].matching(wanted)
-    except Refused as error:
-        raise ValueError(f"--where: {str(error).partition(': ')[2]}") from error
-    found = [table[1][row] for row in rows.tolist()]
-    return found if allow is None else [key for key in found if key in set(allow)]
 
 
 def _write_all(model: TwoTower, out: Path, k: int, options: Mapping[str, Any], common: Common) -> int:

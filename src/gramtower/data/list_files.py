@@ -23,6 +23,7 @@ from gramtower._util import checks as check
 from gramtower._util.checks import missing
 from gramtower._util.files import is_left_over, replacing, write_json
 from gramtower.data import frames
+from gramtower.data.entity_table import frame_and_id
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import Ids, IdsLike, id_series, join
 from gramtower.data.sources import PathLike
@@ -208,14 +209,8 @@ def lists_frame(
 def extra_columns(
     table: TableLike | PathLike | FeatureTable, ids: Ids, scores: NDArray[np.floating]
 ) -> dict[str, list[object]]:
-    """Look up the columns of a table for each answer of some lists; null if it has no row for an answer.
-
-    The ids of a frame or file are in the column "id", or otherwise in the first.
-    """
-    frame = frames.read_frame("table", table.source if isinstance(table, FeatureTable) else table)
-    if not frame.columns:
-        check.fail("table", "no columns", "a column of ids, and others to show")
-    named = table.id if isinstance(table, FeatureTable) else "id" if "id" in frame.columns else frame.columns[0]
+    """Look up the columns of a table for each answer of some lists; null if it has no row for an answer."""
+    frame, named = frame_and_id(table)
     keys = id_series("table", frame[named])
     present = np.flatnonzero(keys.is_not_null().to_numpy())
     index = dict(zip(keys.drop_nulls().to_list(), present.tolist(), strict=True))

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -27,6 +27,7 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower._util.host import explained
+from gramtower.data.entity_table import EntityTable
 from gramtower.data.frames import Column, TableLike
 from gramtower.data.ids import IdsLike, Key, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike
@@ -41,7 +42,7 @@ from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.metrics.tally import Scores
 from gramtower.model import defaults
 from gramtower.model.defaults import pick_device
-from gramtower.model.feature_spec import JSON, IdArray, Ids, is_table
+from gramtower.model.feature_spec import JSON, IdArray, Ids, is_sparse, is_table
 from gramtower.model.fit_data import (
     Aligned,
     Columns,
@@ -62,6 +63,7 @@ from gramtower.model.side import (
     history_matrix,
     normalised,
 )
+from gramtower.retrieval.list_rules import Boost, make_rules
 from gramtower.retrieval.topk import Ranking, ranking, top_k
 from gramtower.training.checkpoint import locked
 from gramtower.training.result import Reason, Record
@@ -327,9 +329,15 @@ class FittedModel:
         *,
         exclude_seen: bool = True,
         exclude: PairsLike | None = None,
-        allow: IdsLike | None = None,
+        allow: IdsLike | PairsLike | None = None,
         deny: IdsLike | None = None,
         candidates: str = "all",
+        where: str | Mapping[str, object] | None = None,
+        boost: Boost | None = None,
+        popularity: float = 0.0,
+        diversity: float = 0.0,
+        at_most: Mapping[str, int] | None = None,
+        min_score: float | None = None,
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
         histories: HistoriesLike | None = None,
@@ -348,10 +356,22 @@ class FittedModel:
                 Parquet file whose first two columns are left and right ids, or a scipy.sparse matrix: of the model's
                 shape where it was fitted on one, or with a row for each new entity. Pairs of others change nothing.
             allow: only these right ids. Ids that the model does not know are ignored, with a warning that counts them;
-                if it knows none of them, lists are empty.
+                if it knows none of them, lists are empty. Or pairs like ``exclude``: each left entity chooses among the
+                right entities that it has a pair with, and has an empty list without one.
             deny: never these right ids; unknown ones are ignored likewise.
             candidates: "all" that the model knows, also those added later and those of ``right_features``; "trained"
                 for only those of the training data.
+            where: only right entities whose columns of ``table`` match ``"genre == 'Comedy' and year >= 1990"``, or
+                ``{"genre": ["Comedy", "War"], "year": {"min": 1990}}``; docs/how-to/ranking.md describes both. If
+                none matches, lists are empty.
+            boost: numbers that are added to scores: ``{column: weight}`` adds weight times the cell of a column of
+                numbers or of true and false, 0 if it is missing; or an array with a number for each right entity.
+            popularity: an exponent γ: γ log(1 + n) is added to the scores of a right entity with n training pairs, as
+                if exp(score) were multiplied by (1 + n)^γ. Below 0 it favours rare entities.
+            diversity: from 0 to 1: how much an entity loses for being like those above it (maximal marginal relevance
+                by cosines of embeddings, among the 10 k best). Lists are in the order of choice.
+            at_most: ``{column: count}``: no more than so many entities of a list share a value of this column.
+            min_score: leave out lower scores; scores are those that are returned.
             left_features: features of new entities: rows of a matrix, or for a model fitted with a FeatureTable a frame
                 or file with the same columns. One list is made for each row; a row with a known id is embedded by its
                 features, and what it has seen is left out.
@@ -363,8 +383,9 @@ class FittedModel:
             as_frame: return a table, of polars if it is installed and otherwise of pandas, with a row for each answer:
                 ``left``, ``rank`` from 1, ``right``, ``score``. New left entities are called by the ids that a table
                 of them has, or by their row from 0.
-            table: with ``as_frame``, a table of right entities, such as their titles, whose other columns are
-                joined to the answers: a frame, file or FeatureTable with ids in the column "id" or else in the first.
+            table: a table of right entities for ``where``, ``boost`` and ``at_most``, whose columns, such as titles,
+                are joined to the answers with ``as_frame``: a frame, file or FeatureTable with ids in the column "id"
+                or else in the first.
 
         Returns:
             Ids, of the type that the training data has, and scores, one row for each left entity, as two arrays; a
@@ -372,7 +393,7 @@ class FittedModel:
             which has no such places.
         """
         check.count("k", k)
-        _check_frame(as_frame, table)
+        _check_frame(as_frame, None if where is not None or boost is not None or at_most is not None else table)
         exclude_seen = check.flag("exclude_seen", exclude_seen)
         check.choice("candidates", candidates, CANDIDATES)
         new = left_features is not None or histories is not None
@@ -392,13 +413,17 @@ class FittedModel:
             asked, rows = names, self.left.rows(names)
             P, seen = self.left.embeddings[torch.from_numpy(rows)], here.seen[rows]
         left_out = [seen] if exclude_seen and seen is not None else []
+
+        def paired(name: str, given: PairsLike) -> sp.csr_matrix:
+            return here._paired_of_new(name, given, what, len(P)) if new else here._paired(name, given)[rows]
+
         if exclude is not None:
-            left_out.append(here._excluded_of_new(exclude, what, len(P)) if new else here._excluded(exclude)[rows])
-        among, never = here._candidates(allow, deny, candidates)
-        found, scores = top_k(
-            P, here.right.embeddings, min(k, len(here.right)),
-            exclude=union(*left_out) if left_out else None, allow=among, deny=never,
+            left_out.append(paired("exclude", exclude))
+        made = here._ranking(
+            P, left_out, allow, deny, candidates, paired, table,
+            where=where, boost=boost, popularity=popularity, diversity=diversity, at_most=at_most, min_score=min_score,
         )  # fmt: skip
+        found, scores = made.top(min(k, len(here.right)))
         ids = here.right.names(found)
         return _framed(asked, ids, scores, ("left", "right"), table) if as_frame else (ids, scores)
 
@@ -409,9 +434,16 @@ class FittedModel:
         *,
         exclude_seen: bool = True,
         exclude: PairsLike | None = None,
-        allow: IdsLike | None = None,
+        allow: IdsLike | PairsLike | None = None,
         deny: IdsLike | None = None,
         candidates: str = "all",
+        where: str | Mapping[str, object] | None = None,
+        boost: Boost | None = None,
+        popularity: float = 0.0,
+        diversity: float = 0.0,
+        at_most: Mapping[str, int] | None = None,
+        min_score: float | None = None,
+        table: FeatureTable | TableLike | str | Path | None = None,
         right_features: FeaturesLike = None,
         device: str = "auto",
         fresh: bool = False,
@@ -427,9 +459,16 @@ class FittedModel:
             k: how many for each.
             exclude_seen: leave out what the left entity has seen.
             exclude: further pairs to leave out.
-            allow: only these right ids.
+            allow: only these right ids, or pairs of which each left entity chooses among its own.
             deny: never these right ids.
             candidates: "all" or "trained".
+            where: a filter by columns of ``table``; this and the next six are described at :meth:`recommend`.
+            boost: numbers that are added to scores.
+            popularity: the exponent of popularity.
+            diversity: from 0 to 1.
+            at_most: the most entities of a list that share a value of a column.
+            min_score: leave out lower scores.
+            table: a table of right entities for ``where``, ``boost`` and ``at_most``.
             right_features: new right entities to be ranked among the others: a table with the column of ids.
             device: where scores are made: "auto", "cpu" or "cuda".
             fresh: begin again where an earlier call left parts, also those of other lists.
@@ -446,17 +485,17 @@ class FittedModel:
         check.choice("candidates", candidates, CANDIDATES)
         if progress is not None and not callable(progress):
             check.fail("progress", repr(progress), "a function of two numbers, or None")
-        where, path = pick_device(device), check.path("path", path)
+        on, path = pick_device(device), check.path("path", path)
         here = self._grown("right", right_features)[0]
-        left_out = ([here.seen] if exclude_seen else []) + ([] if exclude is None else [here._excluded(exclude)])
-        among, never = here._candidates(allow, deny, candidates)
-        made = ranking(
-            here.left.embeddings, here.right.embeddings,
-            exclude=union(*left_out) if left_out else None, allow=among, deny=never,
+        left_out = [here.seen] if exclude_seen else []
+        left_out += [] if exclude is None else [here._paired("exclude", exclude)]
+        made = here._ranking(
+            here.left.embeddings, left_out, allow, deny, candidates, here._paired, table,
+            where=where, boost=boost, popularity=popularity, diversity=diversity, at_most=at_most, min_score=min_score,
         )  # fmt: skip
         if not here.shards.single:
             check.fail("model", f"one that {here.shards.group.size} processes share", "a loaded model, in one process")
-        return write_lists(here.ids, here.shape, made, path, min(k, len(here.right)), where, fresh, progress)
+        return write_lists(here.ids, here.shape, made, path, min(k, len(here.right)), on, fresh, progress)
 
     def similar(
         self,
@@ -629,34 +668,60 @@ class FittedModel:
         found = align(name, pairs, self.ids, (rows.total, self.shards.right.total), self.numbered)
         return replace(found, pairs=found.pairs[rows.first : rows.stop])
 
-    def _excluded(self, exclude: PairsLike) -> sp.csr_matrix:
-        """Pairs to leave out, in the model's rows; those of others change nothing, with a warning if all are such."""
-        found = self.aligned("exclude", Columns().read_pairs("exclude", exclude))
+    def _paired(self, name: str, given: PairsLike) -> sp.csr_matrix:
+        """The pairs of an argument, in the model's rows; those of others change nothing, with a warning if all are."""
+        found = self.aligned(name, Columns().read_pairs(name, given))
         if self.shards.single and found.example is not None and not found.pairs.nnz:
-            warn_of_pairs("exclude", found.total, found.total, found.example[0])
+            warn_of_pairs(name, found.total, found.total, found.example[0])
         return found.pairs
 
-    def _excluded_of_new(self, exclude: PairsLike, what: Described | None, count: int) -> sp.csr_matrix:
-        """Pairs to leave out for new left entities: by their ids, or row by row."""
-        pairs = Columns().read_pairs("exclude", exclude)
+    def _paired_of_new(self, name: str, given: PairsLike, what: Described | None, count: int) -> sp.csr_matrix:
+        """The pairs of an argument for new left entities: by their ids, or row by row."""
+        pairs = Columns().read_pairs(name, given)
         if not isinstance(pairs, Interactions):
-            return resized(canonical("exclude", pairs, (count, self.right.trained)), (count, len(self.right)))
+            return resized(canonical(name, pairs, (count, self.right.trained)), (count, len(self.right)))
         if what is None or what.ids is None:
             expected = "a scipy.sparse matrix with a row for each new entity, or a table of them with a column of ids"
-            check.fail("exclude", "pairs with ids, of entities without", expected)
+            check.fail(name, "pairs with ids, of entities without", expected)
         its = pairs.left_ids, self.right.ids
-        found = align("exclude", pairs, its, (len(its[0]), len(self.right)), (pairs.numbered[0], self.right.numbered))
+        found = align(name, pairs, its, (len(its[0]), len(self.right)), (pairs.numbered[0], self.right.numbered))
         return sp.csr_matrix(selection(what.rows_in(index_of(its[0])), len(its[0])) @ found.pairs)
 
-    def _candidates(
-        self, allow: IdsLike | None, deny: IdsLike | None, candidates: str
-    ) -> tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]:
-        """Columns to choose from and never to choose; "trained" denies those added, unknown ids are a warning."""
-        denied = [] if deny is None else [self.right.known_rows("deny", deny)]
+    def _ranking(
+        self, P: Tensor, left_out: list[sp.csr_matrix], allow: IdsLike | PairsLike | None, deny: IdsLike | None,
+        candidates: str, paired: Callable[[str, PairsLike], sp.csr_matrix],
+        table: FeatureTable | TableLike | str | Path | None, **rules: Any,
+    ) -> Ranking:  # fmt: skip
+        """The ranking of :meth:`recommend`; "trained" denies entities that were added, unknown ids are a warning."""
+        right, allowed, own = self.right, None, None
+        if isinstance(allow, Interactions) or is_sparse(allow) or (is_table(allow) and not isinstance(allow, str)):
+            own = pattern_of(paired("allow", allow))
+        elif allow is not None:
+            allowed = right.known_rows("allow", cast("IdsLike", allow))
+        denied = [] if deny is None else [right.known_rows("deny", deny)]
         if candidates == "trained":
-            denied.append(np.arange(self.right.trained, len(self.right)))
-        allowed = None if allow is None else self.right.known_rows("allow", allow)
-        return allowed, np.concatenate(denied) if denied else None
+            denied.append(np.arange(right.trained, len(right)))
+
+        @cache
+        def columns() -> EntityTable:
+            if table is None:
+                check.fail(
+                    "table", "None", "a table of right entities, which has the columns of where, boost and at_most"
+                )
+            return EntityTable.of(table, right.ids, len(right))
+
+        return ranking(
+            P, right.embeddings, exclude=union(*left_out) if left_out else None, allow=allowed, own=own,
+            deny=np.concatenate(denied) if denied else None,
+            rules=make_rules(columns, lambda: self.popularity, len(right), **rules),
+        )  # fmt: skip
+
+    @cached_property
+    def popularity(self) -> NDArray[np.int64]:
+        """The number of training pairs of each right entity."""
+        if not self.shards.single:
+            check.fail("popularity", "several processes", "a loaded model, in one process")
+        return np.bincount(self.trained.indices, minlength=len(self.right))
 
     def seen_by_described(
         self, what: Described | None, history: sp.csr_matrix | None, index: Mapping[Key, int] | None = None
@@ -690,7 +755,7 @@ def of_known(known: FittedModel, test: FitPairs, ranking: _Evaluation) -> Scores
     found, group = known.aligned("test", test), known.shards.group
     if known.shards.single:
         refuse_strangers("test", found, known.ids, _hint(known, found, 0, ranking))
-    also = [] if ranking.exclude is None else [known._excluded(ranking.exclude)]
+    also = [] if ranking.exclude is None else [known._paired("exclude", ranking.exclude)]
     if ranking.exclude_seen:
         of_training = np.arange(len(known.left)) < known.left.trained
         also.append(without(known.further, _masked(found.pairs, of_training)))
@@ -872,7 +937,7 @@ def write_lists(
                 if part < file.parts:
                     start, stop = part * file.rows, min((part + 1) * file.rows, file.lists)
                     columns, values = _empty(stop - start, k)
-                    some = ranking if stop - start == file.lists else ranking.rows(start, stop)
+                    some = ranking if stop - start == file.lists else ranking.rows(slice(start, stop))
                     for begin, end, found, scores in some._replace(P=some.P.to(device), Q=across).lists(k):
                         columns[begin:end, : found.shape[1]], values[begin:end, : found.shape[1]] = found, scores
                 if pending is not None:
@@ -891,7 +956,7 @@ def _empty(rows: int, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
 
 def _marks(ids: Ids, ranking: Ranking) -> dict[str, str | None]:
     """Digests of all that the lists depend on."""
-    out = ranking.exclude
+    out, own, rules = ranking.exclude, ranking.own, ranking.rules
     return {
         "left ids": _digest(ids[0]),
         "right ids": _digest(ids[1]),
@@ -900,6 +965,11 @@ def _marks(ids: Ids, ranking: Ranking) -> dict[str, str | None]:
         "pairs left out": None if out is None else _digest(out.indptr, out.indices),
         "right entities allowed": _digest(ranking.chosen),
         "right entities denied": _digest(ranking.deny),
+        "pairs allowed": None if own is None else _digest(own.indptr, own.indices),
+        "boost and popularity": _digest(rules.added),
+        "at_most": _digest(*(np.append(codes, most) for codes, most in rules.groups)) if rules.groups else None,
+        "diversity": str(rules.diversity),
+        "min_score": str(rules.min_score),
     }
 
 

@@ -29,8 +29,11 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.host import pool
-from gramtower.data.matrices import SparseMatrix, canonical
+from gramtower.data.matrices import SparseMatrix, canonical, without
+from gramtower.retrieval.list_rules import NO_RULES, Rules
 
+_GATHERED = 1 << 22  # numbers gathered at a time
+_COPY = 4  # time to copy a row of Q, in products with it
 _DEFAULT_BYTES = {"cpu": 64_000_000, "cuda": 1_000_000_000}  # memory of a block of scores
 _MOST_KEPT = 512  # longest lists for compiled code, which sorts by insertion
 _WORTH_LOADING = 1 << 20  # least number of scores for which compiled code is loaded
@@ -72,11 +75,12 @@ def score_blocks(
     rows: NDArray[np.int64] | None = None,
     block_bytes: int | str | None = None,
     buffers: int = 1,
+    added: Tensor | None = None,
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Blocks of scores in order of rows: first row, row after the last, and their scores.
 
     Only ``rows`` of P are scored, to which ``exclude`` belongs. Its entries and the columns ``deny`` become −inf. A
-    block is overwritten after ``buffers - 1`` more.
+    block is overwritten after ``buffers - 1`` more. ``added`` has a number for each column, added to its scores.
     """
     count, n = len(P) if rows is None else len(rows), len(Q)
     size = rows_in_block(n, count, P.device, block_bytes, buffers)
@@ -86,12 +90,19 @@ def score_blocks(
         scores = held[number % buffers][: stop - start]
         part = P[start:stop] if rows is None else P[torch.from_numpy(rows[start:stop]).to(P.device)]
         places = None if exclude is None else _places(exclude, start, stop, P.device)
-        torch.mm(part, Q.t(), out=scores)
+        _product(part, Q.t(), added, scores)
         if places is not None:
             scores.view(-1).index_fill_(0, places, -torch.inf)
         if deny is not None:
             scores.index_fill_(1, deny, -torch.inf)
         yield start, stop, scores
+
+
+def _product(left: Tensor, right: Tensor, added: Tensor | None, out: Tensor) -> None:
+    if added is None:
+        torch.mm(left, right, out=out)
+    else:
+        torch.addmm(added, left, right, out=out)
 
 
 def rows_in_block(
@@ -221,6 +232,7 @@ def best_lists(
     rows: NDArray[np.int64] | None = None,
     block_bytes: int | str | None = None,
     loaded: bool = False,
+    added: Tensor | None = None,
 ) -> Iterator[Lists]:
     """The k best columns of each row, as in :func:`best`, some rows at a time and in order.
 
@@ -229,11 +241,11 @@ def best_lists(
     """
     count = len(P) if rows is None else len(rows)
     if use_compiled(P.device, count * len(Q), k, WORTH_CALLING if loaded else None):
-        yield from _tiled(P, Q, k, exclude, deny, rows, block_bytes)
+        yield from _tiled(P, Q, k, exclude, deny, rows, block_bytes, added)
         return
     never = None if deny is None else torch.from_numpy(deny).to(Q.device)
     ahead, launched = int(P.is_cuda), deque[Callable[[], Lists]]()  # a GPU starts a block ahead
-    for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes, buffers=1 + ahead):
+    for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes, 1 + ahead, added):
         launched.append(_launched(start, stop, scores, k))
         if len(launched) > ahead:
             yield launched.popleft()()
@@ -263,6 +275,7 @@ def _tiled(
     deny: NDArray[np.int64] | None,
     rows: NDArray[np.int64] | None,
     block_bytes: int | str | None,
+    added: Tensor | None = None,
 ) -> Iterator[Lists]:
     from gramtower.retrieval.scan import BestLists
 
@@ -284,10 +297,11 @@ def _tiled(
                 places[row] += np.searchsorted(excluded[places[row] : end], first_column)
         tile = torch.empty(len(left), width)
         for first in range(first_column, last_column, width):
-            right = Q[first : min(first + width, last_column)].t()
+            part = slice(first, min(first + width, last_column))
+            right = Q[part].t()
             if right.shape[1] < tile.shape[1]:  # the last columns
                 tile = torch.empty(len(left), right.shape[1])
-            torch.mm(left, right, out=tile)
+            _product(left, right, None if added is None else added[part], tile)
             lists.add(tile.numpy(), first, places, ends, excluded, denied)
         return start, stop, *lists.finished()
 
@@ -329,23 +343,67 @@ ColumnsLike: TypeAlias = Sequence[int] | NDArray[np.generic] | Tensor
 
 
 class Ranking(NamedTuple):
-    """Checked inputs of a ranking: embeddings, candidates, and the pairs that each row leaves out."""
+    """Checked inputs of a ranking: embeddings, candidates, the pairs that each row leaves out, and further rules."""
 
     P: Tensor  # left embeddings
     Q: Tensor  # embeddings of the candidates
     exclude: sp.csr_matrix | None  # rows × candidates
     deny: NDArray[np.int64] | None  # candidates that are never chosen, increasing
     chosen: NDArray[np.int64] | None  # the column of each candidate; None if all columns are candidates
+    own: sp.csr_matrix | None = None  # rows × candidates, the only ones of each row; None if a row may have any
+    rules: Rules = NO_RULES  # for the candidates
 
     def lists(self, k: int, block_bytes: int | str | None = None, loaded: bool = False) -> Iterator[Lists]:
         """The lists of some rows at a time, in order; at most k columns per row."""
         if not len(self.Q):
             return
-        given = self.P, self.Q, min(k, len(self.Q)), self.exclude, self.deny
-        for start, stop, columns, values in best_lists(*given, block_bytes=block_bytes, loaded=loaded):
+        for start, stop, columns, values in self._ruled(min(k, len(self.Q)), self.rules.pool(k), block_bytes, loaded):
             if self.chosen is not None:
                 columns = np.where(columns >= 0, self.chosen[columns], -1)
             yield start, stop, columns, values
+
+    def _ruled(self, k: int, pool: int, block_bytes: int | str | None, loaded: bool) -> Iterator[Lists]:
+        """Lists of candidates, chosen from the ``pool`` best of each row, or from more where they stay short."""
+        rules, pool = self.rules, min(pool, len(self.Q))
+        for start, stop, columns, values in self._best(pool, block_bytes, loaded):
+            if rules.min_score is not None:
+                low = values < np.float64(rules.min_score)
+                columns, values = np.where(low, -1, columns), np.where(low, np.float32(-np.inf), values)
+            if rules.diversity or rules.groups:
+                found, scores = np.full((stop - start, k), -1), np.full((stop - start, k), -np.inf, np.float32)
+                step = max(1, _GATHERED // (pool * self.Q.shape[1]))
+                for a in range(0, stop - start, step):
+                    part = slice(a, a + step)
+                    units = self._units(columns[part]) if rules.diversity else None
+                    places = rules.choose(columns[part], values[part], k, units)
+                    found[part] = np.where(places >= 0, np.take_along_axis(columns[part], places, 1), -1)
+                    scores[part] = np.where(places >= 0, np.take_along_axis(values[part], places, 1), -np.inf)
+                short = np.flatnonzero((found[:, -1] < 0) & (columns[:, -1] >= 0))
+                if len(short) and pool < len(self.Q):
+                    again = self.rows(start + short)
+                    for a, b, more, better in again._ruled(k, 2 * pool, block_bytes, loaded):
+                        found[short[a:b]], scores[short[a:b]] = more, better
+                columns, values = found, scores
+            yield start, stop, columns, values
+
+    def _best(self, k: int, block_bytes: int | str | None, loaded: bool) -> Iterator[Lists]:
+        added = None if self.rules.added is None else torch.from_numpy(self.rules.added).to(self.Q.device)
+        if self.own is None:
+            yield from best_lists(self.P, self.Q, k, self.exclude, self.deny, None, block_bytes, loaded, added)
+            return
+        widths = np.diff(self.own.indptr)
+        step = max(1, _GATHERED // max(1, int(widths.max(initial=0))))
+        for start in range(0, len(self.P), step):
+            part = widths[start : start + step]
+            columns = np.full((len(part), int(part.max(initial=0))), -1)
+            filled = np.arange(columns.shape[1]) < part[:, None]
+            columns[filled] = self.own.indices[self.own.indptr[start] : self.own.indptr[start + len(part)]]
+            stop = start + len(part)
+            yield start, stop, *best_of(self.P[start:stop], self.Q, columns, k, added)
+
+    def _units(self, columns: NDArray[np.int64]) -> NDArray[np.float32]:
+        gathered = self.Q[torch.from_numpy(np.maximum(columns, 0)).to(self.Q.device)]
+        return np.asarray(torch.nn.functional.normalize(gathered, dim=2).cpu().numpy())
 
     def top(
         self, k: int, block_bytes: int | str | None = None, loaded: bool = False
@@ -358,9 +416,28 @@ class Ranking(NamedTuple):
             found[start:stop, :width], values[start:stop, :width] = columns, best
         return found, values
 
-    def rows(self, start: int, stop: int) -> Ranking:
+    def rows(self, which: slice | NDArray[np.int64]) -> Ranking:
         """The same for some of the rows."""
-        return self._replace(P=self.P[start:stop], exclude=None if self.exclude is None else self.exclude[start:stop])
+        P = self.P[which if isinstance(which, slice) else torch.from_numpy(which).to(self.P.device)]
+        exclude, own = (None if pairs is None else pairs[which] for pairs in (self.exclude, self.own))
+        return self._replace(P=P, exclude=exclude, own=own)
+
+
+def best_of(
+    P: Tensor, Q: Tensor, candidates: NDArray[np.int64], k: int, added: Tensor | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """The k best of some candidates of each row, rows × candidates with −1 for none; empty places as in top_k."""
+    if (missing := k - candidates.shape[1]) > 0:
+        candidates = np.pad(candidates, ((0, 0), (0, missing)), constant_values=-1)
+    scores, step = np.empty(candidates.shape, np.float32), max(1, _GATHERED // max(1, candidates.shape[1] * Q.shape[1]))
+    for start in range(0, len(P), step):
+        part = slice(start, start + step)
+        columns = torch.from_numpy(np.maximum(candidates[part], 0)).to(Q.device)
+        found = torch.einsum("rd,rcd->rc", P[part], Q[columns]).float()
+        scores[part] = (found if added is None else found + added[columns]).cpu().numpy()
+    scores[candidates < 0] = -np.inf
+    order = np.lexsort((candidates, -scores), axis=1)[:, :k]
+    return np.take_along_axis(candidates, order, 1), np.take_along_axis(scores, order, 1)
 
 
 def ranking(
@@ -370,14 +447,16 @@ def ranking(
     exclude: SparseMatrix | None = None,
     allow: ColumnsLike | None = None,
     deny: ColumnsLike | None = None,
+    own: sp.csr_matrix | None = None,
+    rules: Rules = NO_RULES,
 ) -> Ranking:
-    """The arguments of :func:`top_k`, checked and brought into one form."""
+    """The arguments of :func:`top_k`, checked and brought into one form; ``own`` and ``rules`` as in Ranking."""
     P, Q = embeddings(P, Q)
     rows, n = len(P), len(Q)
     if exclude is not None:
         exclude = canonical("exclude", exclude, (rows, n))
     denied = None if deny is None else _columns("deny", deny, n)
-    return checked_ranking(P, Q, exclude, None if allow is None else _columns("allow", allow, n), denied)
+    return checked_ranking(P, Q, exclude, None if allow is None else _columns("allow", allow, n), denied, own, rules)
 
 
 def checked_ranking(
@@ -386,17 +465,32 @@ def checked_ranking(
     exclude: sp.csr_matrix | None = None,
     chosen: NDArray[np.int64] | None = None,
     denied: NDArray[np.int64] | None = None,
+    own: sp.csr_matrix | None = None,
+    rules: Rules = NO_RULES,
 ) -> Ranking:
     """The ranking of finite float32 embeddings, canonical exclusions and increasing columns, which are not checked.
 
     Checking Q for NaN takes as long as its product with a single row, which matters for frequent queries.
     """
+    if rules.among is not None:
+        chosen = rules.among if chosen is None else np.intersect1d(chosen, rules.among, assume_unique=True)
+    if own is not None:
+        own, exclude = own if exclude is None else without(own, exclude), None
+        chosen = np.arange(len(Q)) if chosen is None and denied is not None else chosen
+    elif chosen is not None and len(P) * (len(Q) - len(chosen)) < _COPY * len(chosen):  # few rows: no copy of Q
+        others = np.ones(len(Q), bool)
+        others[chosen] = False
+        others[[] if denied is None else denied] = True
+        return Ranking(P, Q, exclude, np.flatnonzero(others), None, None, rules)
     if chosen is not None:  # leave out the other columns before the product
         if denied is not None:
             chosen, denied = np.setdiff1d(chosen, denied, assume_unique=True), None
-        Q = Q[torch.from_numpy(chosen).to(Q.device)]
-        exclude = None if exclude is None else exclude[:, chosen]
-    return Ranking(P, Q, exclude, denied, chosen)
+        rules = rules.take(
+            chosen
+        )  # numpy copies without waiting for a second thread, which takes long on a busy machine
+        Q = Q[torch.from_numpy(chosen).to(Q.device)] if Q.is_cuda else torch.from_numpy(Q.numpy()[chosen])
+        exclude, own = (None if pairs is None else pairs[:, chosen] for pairs in (exclude, own))
+    return Ranking(P, Q, exclude, denied, chosen, own, rules)
 
 
 def top_k(

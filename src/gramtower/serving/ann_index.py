@@ -37,7 +37,8 @@ from gramtower._util.checks import need
 from gramtower._util.files import build
 from gramtower._util.tensors import TensorFile, write
 from gramtower.data.ids import Ids
-from gramtower.retrieval.topk import checked_ranking, top_k
+from gramtower.retrieval.list_rules import NO_RULES, Rules
+from gramtower.retrieval.topk import best_of, checked_ranking, top_k
 
 KINDS = ("faiss", "faiss-hnsw", "hnsw")
 _FORMAT = ("gramtower-index", 1)
@@ -252,7 +253,6 @@ def _hnswlib() -> ModuleType:
 
 Found = tuple[Rows, NDArray[np.float32]]
 _WIDEST = 2048  # most candidates of one query
-_GATHERED = 1 << 22  # numbers gathered at a time
 
 
 @dataclass
@@ -263,7 +263,9 @@ class Query:
     excluded: list[Rows]  # excluded columns of each list, increasing
     k: int  # length of the lists
     among: Rows | None = None  # the only columns to choose from, increasing; None for all
-    key: Hashable = field(default=None)  # equal for queries with the same ``among``
+    key: Hashable = field(default=None)  # equal for queries with the same ``among`` and ``rules``, and with ``own``
+    own: list[Rows] | None = None  # the only columns of each list
+    rules: Rules = NO_RULES
     notes: dict[str, int] = field(default_factory=dict)  # numbers for the answer, such as unknown ids, by name
 
 
@@ -277,9 +279,10 @@ def best_lists(queries: Sequence[Query], Q: Tensor, index: Index | None = None) 
         members = [queries[place] for place in places]
         P = torch.cat([query.embeddings for query in members])
         excluded = [columns for query in members for columns in query.excluded]
-        k, among = min(max(query.k for query in members), len(Q)), members[0].among
-        if index is None or among is not None:
-            found, scores = _exact(P, Q, excluded, k, among)
+        k, first = min(max(query.k for query in members), len(Q)), members[0]
+        if index is None or first.among is not None or first.key is not None:
+            own = None if first.own is None else [columns for query in members for columns in query.own or ()]
+            found, scores = _exact(P, Q, excluded, k, first.among, own, first.rules)
         else:
             found, scores = _approximate(P, Q, excluded, k, index)
         start = 0
@@ -290,12 +293,19 @@ def best_lists(queries: Sequence[Query], Q: Tensor, index: Index | None = None) 
     return [answers[place] for place in range(len(queries))]
 
 
-def _exact(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, among: Rows | None = None) -> Found:
-    offsets, left_out = np.cumsum([0, *map(len, excluded)]), None
-    if offsets[-1]:
-        indices = np.concatenate(excluded)
-        left_out = sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(P), len(Q)))
-    return checked_ranking(P.float(), Q.float(), left_out, among).top(k, loaded=True)
+def _exact(
+    P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, among: Rows | None = None,
+    own: Sequence[Rows] | None = None, rules: Rules = NO_RULES,
+) -> Found:  # fmt: skip
+    left_out = _pairs(excluded, len(Q)) if any(map(len, excluded)) else None
+    only = None if own is None else _pairs(own, len(Q))
+    return checked_ranking(P.float(), Q.float(), left_out, among, None, only, rules).top(k, loaded=True)
+
+
+def _pairs(lists: Sequence[Rows], n: int) -> sp.csr_matrix:
+    indices = np.concatenate([np.empty(0, np.int64), *lists])
+    offsets = np.cumsum([0, *map(len, lists)])
+    return sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(lists), n))
 
 
 def _approximate(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, index: Index) -> Found:
@@ -304,20 +314,10 @@ def _approximate(P: Tensor, Q: Tensor, excluded: Sequence[Rows], k: int, index: 
     for row, columns in enumerate(excluded):
         if len(columns):
             candidates[row][np.isin(candidates[row], columns)] = -1
-    scores, gathered = np.empty(candidates.shape, np.float32), torch.from_numpy(np.maximum(candidates, 0))
-    step = max(1, _GATHERED // max(1, candidates.shape[1] * Q.shape[1]))
-    for start in range(0, len(P), step):
-        part = slice(start, start + step)
-        scores[part] = torch.einsum("rd,rcd->rc", P[part], Q[gathered[part]]).float().numpy()
-    scores[candidates < 0] = -np.inf
-    order = np.lexsort((candidates, -scores), axis=1)[:, :k]
-    found, values = np.take_along_axis(candidates, order, 1), np.take_along_axis(scores, order, 1)
-    if (missing := k - found.shape[1]) > 0:
-        found = np.pad(found, ((0, 0), (0, missing)), constant_values=-1)
-        values = np.pad(values, ((0, 0), (0, missing)), constant_values=-np.inf)
+    found, values = best_of(P, Q, candidates, k)
     wanted = np.minimum(k, len(Q) - np.array([len(columns) for columns in excluded]))
     short = np.flatnonzero((found >= 0).sum(1) < wanted)
     if len(short):
         again = _exact(P[torch.from_numpy(short)], Q, [excluded[row] for row in short.tolist()], k)
         found[short], values[short] = again
-    return found, values.astype(np.float32)
+    return found, values

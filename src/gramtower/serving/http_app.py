@@ -20,6 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Scope
 
 from gramtower._util.files import plain
+from gramtower.data.entity_table import TableError
 from gramtower.serving import request_checks as bodies
 from gramtower.serving.batching import Batcher, CallTask, ListTask, places, work
 from gramtower.serving.messages import Limits, Refused, encode, shown, within
@@ -29,6 +30,7 @@ from gramtower.serving.served_models import Gauge, Metrics, Models
 from gramtower.serving.snapshot import Histories, NewFeatures, Snapshot
 from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
 
+_RULES = {"where", "boost", "popularity", "diversity", "at_most", "min_score"}
 _CHUNK = 64  # lists in one piece of a streamed answer
 _HISTORY = 200  # pairs of an entity that are shown
 _RECORDS = 400  # points of a curve
@@ -71,8 +73,9 @@ class Service:
         if (asked.left is None) != new:
             given = "none of them" if asked.left is None else "left together with left_features or histories"
             raise Refused(422, f"left: got {given}, expected left or, for new entities, left_features or histories")
-        for name in ("allow", "deny"):
-            within(name, len(getattr(asked, name) or ()), self.limits.listed, "ids")
+        own = [one for one in asked.allow or () if isinstance(one, list)]
+        within("allow", max(map(len, own), default=len(asked.allow or ())), self.limits.listed, "ids")
+        within("deny", len(asked.deny or ()), self.limits.listed, "ids")
         features = self._features("left_features", asked.left_features)
         self._histories(asked.histories)
         if features is not None and asked.histories is not None and (count := _rows(features)) != len(asked.histories):
@@ -80,6 +83,11 @@ class Service:
             raise Refused(422, f"left_features, histories: got {given}, expected equal numbers")
         rows = len(asked.left) if asked.left is not None else _rows(features, asked.histories)
         self._lists(rows, asked.k, asked.stream)
+        if own and len(own) != rows:
+            raise Refused(422, f"allow: got {len(own)} lists, expected {rows}, one for each left entity")
+        rules = {
+            name: one for name, one in asked.model_dump(include=_RULES, exclude_defaults=True).items() if one != {}
+        }
 
         def task(a: int, b: int, lines: bool) -> ListTask:
             left = None if asked.left is None else asked.left[a:b]
@@ -89,7 +97,7 @@ class Service:
                 snapshot, "recommend",
                 lambda: snapshot.query(
                     asked.k, left=left, left_features=part, histories=histories, exclude_seen=asked.exclude_seen,
-                    allow=asked.allow, deny=asked.deny, wanted=asked.filter,
+                    allow=own[a:b] or asked.allow, deny=asked.deny, **rules,
                 ),
                 left, "left", b - a, _columns(asked.columns), lines,
             )  # fmt: skip
@@ -300,7 +308,7 @@ def make_app(
         app.add_route(path, service.post(path), ["POST"])
     for path, handler in {**service.gets, **dict.fromkeys(fixed, document)}.items():
         app.add_route(path, handler, ["GET"])
-    for kind in (Refused, HTTPException, Exception):
+    for kind in (Refused, TableError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
     return Guard(app, metrics, {*service.posts, *service.gets, *fixed}, token, hosts, origins, log), service
 
@@ -308,6 +316,8 @@ def make_app(
 async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, Refused):
         return refusal(error)
+    if isinstance(error, TableError):
+        return refusal(Refused(422, str(error)))
     if isinstance(error, HTTPException):
         return answer({"error": str(error.detail)}, error.status_code, dict(error.headers or {}))
     _LOG.error("internal error", exc_info=error)

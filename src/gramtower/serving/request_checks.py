@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from typing import Annotated, Literal, TypeVar
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -79,18 +79,30 @@ class Recommend(Body):
     left: list[Id] | None = Field(None, description="Ids of left entities; not with left_features or histories.")
     k: int = Field(10, ge=1, description="Length of each list.")
     exclude_seen: bool = Field(True, description="Leave out pairs that were observed in training or are in histories.")
-    allow: list[Id] | None = Field(
-        None, description="List only these right ids. Unknown ids are ignored; unknown_allowed counts them."
+    allow: list[Id] | list[list[Id]] | None = Field(
+        None,
+        description="List only these right ids, or for each left entity its own list. Unknown ids are ignored; "
+        "unknown_allowed counts them.",
     )
     deny: list[Id] | None = Field(
         None, description="Never list these right ids. Unknown ids are ignored; unknown_denied counts them."
     )
-    filter: dict[str, Wanted] | None = Field(
+    where: Text | dict[str, Wanted] | None = Field(
         None,
-        description="Columns of the right table, all of which must match: a value, a list of values of which one must "
-        "match, or an object with min and max.",
-        examples=[{"genre": "Comedy", "year": {"min": 1990}}],
+        validation_alias=AliasChoices("where", "filter"),
+        description="Filter by columns of the right table: an expression, or columns that must all match: a value, a "
+        "list of values of which one must match, or an object with min and max. Called filter before.",
+        examples=["genre == 'Comedy' and year >= 1990", {"genre": "Comedy", "year": {"min": 1990}}],
     )
+    boost: dict[str, float] | None = Field(
+        None, description="Weights of columns of the right table, of numbers or of true and false, added to scores."
+    )
+    popularity: float = Field(0.0, description="Exponent γ: γ log(1 + training pairs) is added to scores.")
+    diversity: float = Field(0.0, ge=0, le=1, description="How much entities lose for being like those above them.")
+    at_most: dict[str, int] | None = Field(
+        None, description="For columns of the right table: how many of a list may share a value."
+    )
+    min_score: float | None = Field(None, description="Leave out lower scores.")
     left_features: Features | None = Field(
         None, description="Features of new left entities: rows as objects, columns as lists, or rows of numbers."
     )
@@ -161,7 +173,8 @@ _FEATURES = f"rows as objects, columns as lists, or rows of numbers; a cell is {
 _EXPECTED = {
     "left_features": _FEATURES,
     "right_features": _FEATURES,
-    "filter": "for each column a value, a list of values, or numbers min and max",
+    "where": (_FILTER := "an expression, or for each column a value, a list of values, or numbers min and max"),
+    "filter": _FILTER,
 }
 
 
@@ -179,7 +192,7 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         texts = [_lower(one["msg"]) for one, place in zip(found, paths, strict=True) if place[0] == path]
         expected = " or ".join(dict.fromkeys(texts))
         if path[0] in _EXPECTED:
-            cell = path[0] != "filter" and any(isinstance(part, str) for part in path[1:])
+            cell = path[0] not in ("where", "filter") and any(isinstance(part, str) for part in path[1:])
             expected = f"expected {_CELLS if cell else _EXPECTED[path[0]]}"
         others = len({one[0][0] for one in paths}) - 1
         more = f" (and {others} more)" if others else ""

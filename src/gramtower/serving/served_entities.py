@@ -1,18 +1,16 @@
-"""The entities of one side of a served model: ids and rows, a table of columns, search, filters, and a map.
+"""The entities of one side of a served model: ids and rows, search, and a map.
 
 Ids are looked up by hash. A search scans one text of all ids and titles in lower case, joined by line ends: O(number of
-characters), without a Python loop over entities. The table is joined by id when the model is loaded. The map is the
-projection on the first two principal components of the embeddings, O(entities · dim² + dim³).
+characters), without a Python loop over entities. The map is the projection on the first two principal components of the
+embeddings, O(entities · dim² + dim³).
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,20 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower.data import frames
-from gramtower.data.ids import Ids, Key, as_known, id_series, is_of_other_type, join
-from gramtower.data.tables import infer_kinds
+from gramtower.data.entity_table import EntityTable
+from gramtower.data.ids import Ids, Key, as_known, is_of_other_type
 from gramtower.serving.messages import Refused, shown
 
-if TYPE_CHECKING:
-    from polars import DataFrame, Series
-
 Rows = NDArray[np.int64]
-_TITLES = ("title", "name", "label")
-_WHOLE = 2.0**53  # above it, floats are not exact integers
 _NAMED = 3  # unknown ids that an answer names
 _BLOCK = 1 << 16
-_NO_ROWS = np.empty(0, np.int64)
 
 
 class RowIndex(Mapping[Key, int]):
@@ -72,160 +63,6 @@ class RowIndex(Mapping[Key, int]):
                 return row
             place += 1
         return -1
-
-
-class EntityTable:
-    """Columns of the entities of one side, with filters.
-
-    A filter asks for a value, for one of several values, or for a range {"min", "max"} of a numeric column. A list
-    column such as ``Comedy|Drama`` matches by its elements. All columns of a filter must match.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        frame: DataFrame,
-        id: str,
-        ids: Ids | None,
-        count: int,
-        title: str | None = None,
-        separator: str = "|",
-    ) -> None:
-        keys = id_series("id", frame[frames.pick(f"id of {name}", id, frame.columns)])
-        index = {key: row for row, key in enumerate(keys.to_list()) if key is not None}
-        if len(index) < len(keys) - keys.null_count():
-            check.fail(f"id of {name}", "an id in several rows", "each id in one row")
-        known = np.arange(count) if ids is None else ids
-        rows = join(known, index) if len(index) else np.full(count, -1)
-        if not (rows >= 0).any():
-            example = repr(known[0]) if count else "none"
-            check.fail(name, f"{len(frame):,} rows, none of them with an id of the model", f"ids such as {example}")
-        self.joined = int((rows >= 0).sum())
-        present = {column.lower(): column for column in frame.columns if column != id}
-        named: list[str | None] = [present[wanted] for wanted in _TITLES if wanted in present]
-        self.title = frames.pick(f"title of {name}", title, frame.columns) if title else (named or [None])[0]
-        self.columns = [column for column in frame.columns if column != id]
-        self.kinds = infer_kinds(frame, id, {}, separator)
-        numbers = [_numbers(frame[column]) for column in self.columns if self.kinds[column] == "numeric"]
-        self._frame = frame.select(self.columns).with_columns(numbers)
-        self._rows, self._separator, self._found = rows, separator, dict[str, dict[str, Rows]]()
-
-    @cached_property
-    def titles(self) -> list[str | None] | None:
-        return None if self.title is None else _taken(self._texts(self.title), self._rows)
-
-    def cells(self, entities: Rows, columns: list[str] | None = None) -> list[dict[str, object]]:
-        """The cells of each entity by column; empty for entities that are not in the table."""
-        rows = self._rows[entities]
-        wanted = self.columns if columns is None else [self._column(column) for column in columns]
-        taken = self._frame.select(wanted)[np.maximum(rows, 0).tolist()].to_dicts()
-        return [_plain(cells) if row >= 0 else {} for row, cells in zip(rows.tolist(), taken, strict=True)]
-
-    def matching(self, wanted: Mapping[str, object]) -> Rows:
-        """The entities that match a filter, increasing."""
-        found = [self._of_column(self._column(column), value) for column, value in wanted.items()]
-        if not found:
-            return np.arange(len(self._rows))
-        return reduce(partial(np.intersect1d, assume_unique=True), found)
-
-    def groups(self, column: str, entities: Rows) -> list[str | None]:
-        """The value of a column for each entity, the first element of a list, for colours."""
-        texts = self._texts(self._column(column))
-        if self.kinds[column] == "list":
-            texts = texts.str.split(self._separator).list.first()
-        return _taken(texts, self._rows[entities])
-
-    def _column(self, column: str) -> str:
-        if column not in self.kinds:
-            near = ", ".join(map(repr, check.near(column, self.columns) or self.columns[:5]))
-            raise Refused(422, f"column: got {shown(column)}, expected one of the table, such as {near}")
-        return column
-
-    def _of_column(self, column: str, value: object) -> Rows:
-        if isinstance(value, Mapping):
-            return self._range(column, value)
-        values = value if isinstance(value, list) else [value]
-        if self.kinds[column] == "numeric":
-            asked = [number for number in map(_number, values) if number is not None]
-            return np.flatnonzero(np.isin(self._numbers(column), asked))
-        if column not in self._found:
-            self._found[column] = self._by_value(column)
-        texts = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
-        found = [self._found[column].get(text, _NO_ROWS) for text in texts]
-        return found[0] if len(found) == 1 else np.unique(np.concatenate([*found, _NO_ROWS]))
-
-    def _range(self, column: str, bounds: Mapping[str, object]) -> Rows:
-        if self.kinds[column] != "numeric" or not bounds or set(bounds) - {"min", "max"}:
-            given = f"{shown(dict(bounds))} of column {shown(column)}, which is {self.kinds[column]}"
-            expected = 'a value, a list of values, or {"min": …, "max": …} of a numeric column'
-            raise Refused(422, f"filter: got {given}, expected {expected}")
-        low, high = _number(bounds.get("min", -math.inf)), _number(bounds.get("max", math.inf))
-        if low is None or high is None:
-            raise Refused(422, f"filter: got {shown(dict(bounds))}, expected numbers")
-        numbers = self._numbers(column)
-        return np.flatnonzero((numbers >= low) & (numbers <= high))
-
-    def _numbers(self, column: str) -> NDArray[np.float64]:
-        """The numbers of a column by entity, NaN if missing."""
-        pl = frames.polars()
-        numbers = self._frame[column].cast(pl.Float64, strict=False).fill_null(math.nan).to_numpy()
-        return np.where(self._rows >= 0, numbers[np.maximum(self._rows, 0)], np.nan)
-
-    def _by_value(self, column: str) -> dict[str, Rows]:
-        pl = frames.polars()
-        entities = np.flatnonzero(self._rows >= 0)
-        cells = self._texts(column)[self._rows[entities].tolist()]
-        table = pl.DataFrame({"value": cells, "entity": entities}).drop_nulls()
-        if self.kinds[column] == "list":
-            table = table.with_columns(pl.col("value").str.split(self._separator)).explode("value")
-        grouped = table.unique(maintain_order=True).group_by("value").agg(pl.col("entity"))
-        values, lists = grouped["value"].to_list(), grouped["entity"].to_list()
-        return {value: np.sort(np.array(rows, np.int64)) for value, rows in zip(values, lists, strict=True)}
-
-    def _texts(self, column: str) -> Series:
-        pl = frames.polars()
-        cells = self._frame[column]
-        if isinstance(cells.dtype, pl.List):
-            return cells.cast(pl.List(pl.String)).list.join(self._separator)
-        return cells.cast(pl.String, strict=False)
-
-
-def _taken(cells: Series, rows: Rows) -> list[str | None]:
-    values = cells.to_list()
-    return [values[row] if row >= 0 else None for row in rows.tolist()]
-
-
-def _numbers(column: Series) -> Series:
-    """A numeric column, which a file may have as text, as numbers; as integers if all are whole."""
-    pl = frames.polars()
-    if column.dtype.is_integer():
-        return column
-    if not column.dtype.is_numeric():
-        column = column.cast(pl.String).str.strip_chars().replace("", None)
-        whole = column.cast(pl.Int64, strict=False)
-        if whole.null_count() == column.null_count():
-            return whole
-    numbers = column.cast(pl.Float64, strict=False).fill_nan(None)
-    present = numbers.drop_nulls()
-    return numbers.cast(pl.Int64) if ((present % 1 == 0) & (present.abs() < _WHOLE)).all() else numbers
-
-
-def _number(value: object) -> float | None:
-    try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return None if math.isnan(number) else number
-
-
-def _plain(cells: dict[str, object]) -> dict[str, object]:
-    return {
-        name: None if isinstance(cell, float) and not math.isfinite(cell)
-        else cell if cell is None or isinstance(cell, (str, bool, int, float))
-        else cell if isinstance(cell, list) and all(isinstance(one, str) for one in cell)
-        else str(cell)
-        for name, cell in cells.items()
-    }  # fmt: skip
 
 
 class Entities:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -26,15 +26,17 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.host import release
+from gramtower.data.entity_table import EntityTable
 from gramtower.data.ids import Key
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.side import Side, described
 from gramtower.model.two_tower import TwoTower, load
+from gramtower.retrieval.list_rules import Rules, make_rules
 from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, index_path, read_index
 from gramtower.serving.messages import Refused
-from gramtower.serving.served_entities import Entities, EntityTable, Map
+from gramtower.serving.served_entities import Entities, Map
 
 if TYPE_CHECKING:
     from polars import DataFrame
@@ -44,6 +46,7 @@ NewFeatures: TypeAlias = dict[str, list[Any]] | NDArray[np.float32] | None  # co
 Histories: TypeAlias = Sequence[Sequence[Key]] | None  # right ids of each new left entity
 Stamp: TypeAlias = tuple[tuple[int, int, int] | None, ...]  # inode, size and time of each file
 INDEXES = ("auto", "exact", "faiss", "faiss-hnsw", "hnsw")
+_OF_TABLE = ("where", "boost", "at_most")
 _COPIED, _WARM = 1 << 24, 64  # bytes at a time; rows of a first batch
 
 
@@ -145,11 +148,11 @@ class Snapshot:
         left_features: NewFeatures = None,
         histories: Histories = None,
         exclude_seen: bool = True,
-        allow: Sequence[Key] | None = None,
+        allow: Sequence[Key] | Sequence[Sequence[Key]] | None = None,
         deny: Sequence[Key] | None = None,
-        wanted: Mapping[str, object] | None = None,
+        **rules: Any,
     ) -> Query:
-        """The query of model.recommend, which can be batched with others."""
+        """The query of model.recommend, which can be batched with others; ``allow`` may have a list for each row."""
         if left is not None:
             rows = self.left.rows(left)
             embeddings = self.left.embeddings[torch.from_numpy(rows)]
@@ -162,13 +165,21 @@ class Snapshot:
         excluded = [np.empty(0, np.int64)] * len(rows)
         if exclude_seen and seen is not None:
             excluded = [seen.indices[seen.indptr[row] : seen.indptr[row + 1]] for row in rows]
-        allowed, unknown_allowed = (None, 0) if allow is None else self.right.known_rows(allow)
-        among, key = self._among(allow, allowed, wanted)
+        made, among, own = self._rules(rules), None, None
+        key: Hashable = json.dumps([rules, k if made.diversity else None], sort_keys=True) if rules else None
+        unknown_allowed = 0
+        if allow and isinstance(allow[0], list):
+            own, unknown = zip(*map(self.right.known_rows, cast("Sequence[Sequence[Key]]", allow)), strict=True)
+            unknown_allowed, key = sum(unknown), ("own", key)
+        elif allow is not None:
+            among, unknown_allowed = self.right.known_rows(cast("Sequence[Key]", allow))
+            key = tuple(allow), key
         denied, unknown_denied = self.right.known_rows(deny or ())
         if len(denied):
             excluded = [np.union1d(columns, denied) if len(columns) else denied for columns in excluded]
         counts = {"unknown_allowed": unknown_allowed, "unknown_denied": unknown_denied}
-        return Query(embeddings, excluded, k, among, key, {name: count for name, count in counts.items() if count})
+        notes = {name: count for name, count in counts.items() if count}
+        return Query(embeddings, excluded, k, among, key, None if own is None else list(own), made, notes)
 
     def recommend(self, queries: Sequence[Query]) -> list[Found]:
         """The lists of several queries."""
@@ -258,18 +269,17 @@ class Snapshot:
         known = {side: self.model.has_direction(side) for side in ("left", "right")}
         return {side: None if directed.all() else np.flatnonzero(directed) for side, directed in known.items()}
 
-    def _among(
-        self, allow: Sequence[Key] | None, among: Rows | None, wanted: Mapping[str, object] | None
-    ) -> tuple[Rows | None, Hashable]:
-        """The right entities to choose from, and a key of this choice; ``among`` has the rows of ``allow``."""
-        if wanted:
+    def _rules(self, given: Mapping[str, Any]) -> Rules:
+        def columns() -> EntityTable:
             if self.right.table is None:
-                raise Refused(422, "filter: the server has no table; start it with gramtower serve --right-table")
-            matching = self.right.table.matching(wanted)
-            among = matching if among is None else np.intersect1d(among, matching, assume_unique=True)
-        if among is None:
-            return None, None
-        return among, (None if allow is None else tuple(allow), json.dumps(wanted or None, sort_keys=True))
+                missing = "the server has no table; start it with gramtower serve --right-table"
+                raise Refused(422, f"{', '.join(name for name in given if name in _OF_TABLE)}: {missing}")
+            return self.right.table
+
+        try:
+            return make_rules(columns, lambda: self.model.fitted_.popularity, len(self.right), **given)
+        except ValueError as error:
+            raise Refused(422, " ".join(str(error).split())[:500]) from error
 
     def _seen_by_described(self, features: NewFeatures, histories: sp.csr_matrix | None) -> sp.csr_matrix | None:
         """Pairs of entities given by features: their histories, and their pairs in training if their ids are known."""
