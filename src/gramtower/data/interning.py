@@ -3,7 +3,7 @@
 A table of ids is cut into shards by their hash. Each is an open-addressing hash table with a lock of its own, so that
 threads seldom meet, and its ids get the numbers 0, 1, … of the shard: local · SHARDS + shard is an id's *mark*, which
 depends on who came first. Every id also keeps the smallest *place* it was seen at, and a place says which row of the
-whole input it was. :meth:`Table.finish` ranks ids by place: the order of first appearance, whoever came first.
+whole input it was. :meth:`Table.finish` ranks ids by place: the order of first appearance.
 
 Whole numbers are compared as they are and need no text. Memory for each id: 12 bytes for each slot of tables between a
 third and two thirds full, 8 for its place, and 8 for a whole number, or its UTF-8 and 8. Cost: O(ids given).
@@ -72,7 +72,7 @@ class Table:
 
     def __init__(self, text: bool) -> None:
         self.text = text
-        self._seed = np.uint64(secrets.randbits(64))  # nobody can choose ids that share a slot; results are the same
+        self._seed = np.uint64(secrets.randbits(64))  # no input can be made to share a slot; results are the same
         self._shards = [_Shard() for _ in range(SHARDS)]
 
     def __len__(self) -> int:

@@ -222,7 +222,7 @@ def _copied(array: NDArray[np.number], dtype: torch.dtype | None = None) -> Tens
 
 @dataclass(frozen=True)
 class IdBlock:
-    """Entities known by their row numbers alone: ``start:stop``, or the numbers listed in ``rows``."""
+    """Entities known only by their row numbers: ``start:stop``, or the numbers listed in ``rows``."""
 
     start: int
     stop: int

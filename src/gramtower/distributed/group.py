@@ -154,7 +154,7 @@ class ProcessGroup(Group):
         return tensor if buffer is tensor else tensor.copy_(buffer)
 
     def sum_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if not tensors:  # towers of tables alone have no replicated tensors
+        if not tensors:  # towers that are only tables have no replicated tensors
             return ()
         flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])

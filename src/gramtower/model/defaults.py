@@ -51,7 +51,7 @@ _WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
 _PENALTY = 0.01
 _PER_DIMENSION, _LEAST_DIM, _MOST_DIM = 5, 64, {"cpu": 256, "cuda": 2048}  # entities of the smaller side; sizes
-_VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and of Q alone
+_VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and only of Q
 
 
 def default_dim(shape: tuple[int, int], hidden: Layers, device: torch.device, room: int, processes: int = 1) -> int:
@@ -82,7 +82,7 @@ def room_for_training(device: torch.device, group: Group, budget: int | str | No
 
 
 def default_hidden(shape: tuple[int, int], features: tuple[int, int], device: torch.device) -> Layers:
-    """One hidden layer on each side whose entities have features; ids are served as well by a table alone.
+    """One hidden layer on each side whose entities have features; ids are served as well by only a table.
 
     Its width is the power of two nearest a quarter of the side's entities, from 64 to 1024 on a CPU and 2048 on a GPU,
     and less where a first layer of so many features would have more than 2²⁴ numbers on a CPU, 2³⁰ on a GPU.

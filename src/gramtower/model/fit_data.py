@@ -210,12 +210,12 @@ def prepare_data(
     left, left_rows = training_inputs("left", parts[0], shards.left, group, scale)
     left = left.with_usual_history(matrix, group)
     right, right_rows = training_inputs("right", parts[1], shards.right, group, scale)
-    normalize, alone = bool(given_length), (left.features_alone, right.features_alone)
+    normalize, described = bool(given_length), (left.features_alone, right.features_alone)
     if refine is None:
         # Where one side has ids, these have fitted themselves to the other's towers already, and new entities are to
         # be ranked against known ones on equal terms.
-        refine = all(alone) and settings.towers is None
-    elif refine and not any(alone):
+        refine = all(described) and settings.towers is None
+    elif refine and not any(described):
         check.fail("refine", True, "a side with only features: ids and histories already fit each entity")
     activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
     return FitData(

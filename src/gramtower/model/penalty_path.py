@@ -120,8 +120,8 @@ def select(settings: ModelSettings, pairs: FitPairs, features: Both, given: Held
         if by_ids and best is not None:
             searches.append(_Search(settings.with_changes(**best.shape.changes), data, None, names))
             changes = best.shape.changes
-            alone, joint = (one.point(_Shape(changes, one.data), best.exponent, None, 1.0) for one in searches)
-            by_ids = joint.metric - alone.metric <= _SURE * search.error(joint, alone)
+            plain, joint = (one.point(_Shape(changes, one.data), best.exponent, None, 1.0) for one in searches)
+            by_ids = joint.metric - plain.metric <= _SURE * search.error(joint, plain)
     tried = [Tried(point.settings, point.metric, point.standard_error) for one in searches for point in one.points]
     if best is None:
         return Selection(settings.metric, part.text, tried, note=f"{settings.metric} is the same for all")

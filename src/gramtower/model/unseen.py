@@ -385,7 +385,7 @@ def _power(expected: ExpectedIds, towers: Towers, data: FitData, left: Tensor, r
     seen = sp.csr_matrix(data.matrix[asked])
     k, mask, Q = min(_PLACES, -(-place.total // 10)), torch.from_numpy(new), right.clone()
     seen_rows, seen_columns = seen.nonzero()
-    old = ~new[seen_columns]  # nobody has seen a new entity
+    old = ~new[seen_columns]  # a new entity is in no training pair
 
     def fits(power: float) -> bool:
         changed = expected.in_parameters(towers, parameters, expected.weights(power, ~here))

@@ -55,14 +55,14 @@ def _lists(path: PathLike, separator: str | None, encoding: str, left_name: str,
     heads: list[str] = []
     lengths: list[int] = []
     members: list[str] = []
-    alone = 0
+    without_pairs = 0
     for _, line in lines(path, encoding):
         if separator is None:
             fields = [field for field in line.replace("\t", " ").split(" ") if field]
         else:
             fields = [field for part in line.split(separator) if (field := part.strip())]
         if len(fields) < 2:
-            alone += len(fields)
+            without_pairs += len(fields)
             continue
         heads.append(fields[0])
         lengths.append(len(fields) - 1)
@@ -72,7 +72,7 @@ def _lists(path: PathLike, separator: str | None, encoding: str, left_name: str,
         check.fail("path", f"{path}, which has no line with two ids", expected)
     left = np.repeat(np.asarray(heads, dtype=object), lengths)
     found = Interactions.from_arrays(left, members, left_name=left_name, right_name=right_name)
-    return found.renamed(left_name, right_name, lines_without_pairs=alone)
+    return found.renamed(left_name, right_name, lines_without_pairs=without_pairs)
 
 
 def edge_list(

@@ -178,7 +178,7 @@ def _labels(
     """R on O; one number expanded to all where they are equal, as for plain implicit feedback."""
     if len(array) and bounds[0] == bounds[1]:
         return torch.tensor([array[0]], dtype=dtype, device=device).expand(len(array))
-    return torch.from_numpy(array).to(device, dtype)  # nobody writes to either
+    return torch.from_numpy(array).to(device, dtype)  # neither is written to
 
 
 EXPECTED = 'an array of weights, or text such as "degree^0.5", "degree^-0.5", or "degree^0" for none'

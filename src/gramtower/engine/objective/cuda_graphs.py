@@ -73,7 +73,7 @@ class GraphPool:
         weakref.finalize(self, _dead.append, None)
 
     def acquire(self, parameters: Parameters) -> GraphExecutor | None:
-        """A slot evaluated at ``parameters``, free again when nobody holds it; None if all are in use."""
+        """A slot evaluated at ``parameters``, free again when no reference to it is left; None if all are in use."""
         if self._free:
             slot = self._free.pop()
         elif self.made < _SLOTS:

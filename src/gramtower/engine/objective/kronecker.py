@@ -150,7 +150,7 @@ class _Block:
 
 @torch.no_grad()
 def kronecker(at: Evaluation, damping: float, side: str | None, executor: Executor) -> Kronecker:
-    """Build the preconditioner at a point; with ``side``, that of its parameters alone."""
+    """Build the preconditioner at a point; with ``side``, only for the parameters of that side."""
     c, towers = at.constants, at.towers
     numbers = [number for number, name in enumerate(SIDES) if side in (None, name) and towers.local_names(name)]
     moments = at.curvature_moments(numbers)

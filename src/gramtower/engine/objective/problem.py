@@ -173,7 +173,7 @@ class Point:
         return self.executor.gradient(self.evaluation.gradient)
 
     def gauss_newton(self, damping: float = 0.0) -> GaussNewton:
-        """G of eq:general_G as a linear operator; ``G @ d`` by eq:final_Gd. ``damping`` is added to λ in G alone."""
+        """G of eq:general_G as a linear operator; ``G @ d`` by eq:final_Gd. ``damping`` is added to λ only in G."""
         return GaussNewton(self.evaluation, check.number("damping", damping, minimum=0.0), self.executor)
 
     def preconditioner(self, kind: str = "kronecker", damping: float = 0.0, side: str | None = None) -> Kronecker:
@@ -446,7 +446,7 @@ class Problem:
 
     @cached_property
     def _order_sizes(self) -> tuple[layout.OrderSizes, layout.OrderSizes]:
-        """Of the pairs alone: all towers have the same."""
+        """The sizes that depend only on the pairs, the same for all towers."""
         pairs = self.pairs
         return layout.row_order(pairs.row_counts), layout.column_order(pairs.column_counts, pairs.shape[0])
 
@@ -456,7 +456,9 @@ class Problem:
             return Orders(), lambda rows: Orders()
         pairs, (left, right) = self.pairs, self._order_sizes
 
-        def of_blocks(rows: int) -> Orders:  # kept by the plan, and so by the problem: of the pairs alone, no cycle
+        def of_blocks(
+            rows: int,
+        ) -> Orders:  # depends only on the pairs: the plan keeps it without a cycle
             return Orders(*layout.block_order(pairs.column_counts, pairs.shape[0], rows, most_pairs(rows)))
 
         return Orders(left.pieces + right.pieces, max(left.lines, right.lines)), of_blocks

@@ -282,7 +282,7 @@ class Evaluation:
         names = [self._fusable(side, other) for side, other in (("left", "right"), ("right", "left"))]
         for part in regularised.layout.without({name for name in names if name is not None}):
             torch.mul(regularised.vector[part], scale, out=out.vector[part])
-        out.begin_sum_()  # leaves tables alone: over several processes each row of them has one owner
+        out.begin_sum_()  # does not touch tables: over several processes each row of them has one owner
         return out, [None if name is None else (regularised[name], scale) for name in names]
 
     @property

@@ -6,7 +6,7 @@ accumulated in float64.
 An operator, such as G or its preconditioner M, is known by its products. ``A @ d`` takes Parameters, a flat torch or
 numpy vector, or a matrix of columns, and gives the same kind back; ``A @ B``, ``A + B``, ``A + 0.1`` (a multiple of the
 identity), ``2.0 * A`` and ``A.T`` are operators again; ``A.to_scipy()`` hands any of them to scipy's solvers. After
-curvlinops' PyTorchLinearOperator: vectors are converted in one place, operators compute on Parameters alone.
+curvlinops' PyTorchLinearOperator: vectors are converted in one place, operators compute only on Parameters.
 """
 
 from __future__ import annotations

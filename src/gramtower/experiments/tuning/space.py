@@ -50,7 +50,7 @@ class Range:
         """Return the value itself, or the nearest end of the range."""
         return min(self.high, max(self.low, float(value)))
 
-    def beside(self, value: Value) -> list[Value]:
+    def neighbours(self, value: Value) -> list[Value]:
         """Return one step to either side: an octave, or a quarter of the range if that is less."""
         x = float(value)
         if self.log:
@@ -75,7 +75,7 @@ class Choices:
         """Return the value itself if it is one of the choices, otherwise the first."""
         return value if value in self.values else self.values[0]
 
-    def beside(self, value: Value) -> list[Value]:
+    def neighbours(self, value: Value) -> list[Value]:
         """Return the other values."""
         return [other for other in self.values if other != value]
 
@@ -180,7 +180,7 @@ def first_settings(space: Space, start: Mapping[str, Value]) -> list[dict[str, V
     names = list(centre)
     if start["features"] == "given":
         names.sort(key=FEATURES_FIRST.index)
-    changes = [{**centre, name: value} for name in names for value in space[name].beside(centre[name])]
+    changes = [{**centre, name: value} for name in names for value in space[name].neighbours(centre[name])]
     if start["features"] == "given":
         changes.sort(key=lambda change: larger(change, centre))
     return [centre, *changes]
