@@ -86,6 +86,21 @@ def test_new_items_of_a_matrix_are_named_by_place():
     assert sorted(ids[0]) == list(range(ITEMS + 2))
 
 
+def test_tables_of_new_entities_are_joined_by_id_in_any_order():
+    rng = np.random.default_rng(0)
+    known, new = pairs().left_ids, ["n1", "n2"]
+    ages, sizes = ({"id": list(known), name: rng.normal(size=len(known))} for name in ("age", "size"))
+    first, second = (gt.FeatureTable(x, id="id", numeric=[n]) for x, n in ((ages, "age"), (sizes, "size")))
+    model = small().fit(pairs(), left_features=[first, second])
+    age = {"id": new, "age": [1.0, -1.0]}
+    straight, turned = ({"id": new[::step], "size": [2.0, -2.0][::step]} for step in (1, -1))
+    expected, found = (model.recommend(left_features=[age, x], k=5) for x in (straight, turned))
+    assert found[0].tolist() == expected[0].tolist()
+    assert np.array_equal(found[1], expected[1])
+    rows = [model.embed(left_features=[age, x]) for x in (straight, turned)]
+    assert np.array_equal(*rows)
+
+
 def test_score_and_similar_know_new_entities_of_both_sides(model):
     left, right = users([31, 32]), items(NEW)
     found = model.predict(["u31", "u1"], ["i24", "i25"], left_features=left, right_features=right)

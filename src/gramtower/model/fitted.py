@@ -255,7 +255,8 @@ class FittedModel:
                 )
             history = None if histories is None else history_matrix(self.right, histories)
             this, features = (self.left, left_features) if new_left else (self.right, right_features)
-            return np.asarray(embedded(this, self.known_towers("embed new entities"), features, history).numpy())
+            rows = None if features is None else described(this, features).features()
+            return np.asarray(embedded(this, self.known_towers("embed new entities"), rows, history).numpy())
         this = self.side(side)
         if ids is None:
             return np.asarray(this.embeddings.numpy().copy())
@@ -404,7 +405,7 @@ class FittedModel:
         if new:
             what = None if left_features is None else described(self.left, left_features)
             seen = None if histories is None else history_matrix(here.right, histories)
-            towers, rows_given = self.known_towers("embed new entities"), None if what is None else what.given
+            towers, rows_given = self.known_towers("embed new entities"), None if what is None else what.features()
             P = embedded(self.left, towers, rows_given, seen)
             asked = list(range(len(P))) if what is None else what.names()
             seen = here.seen_by_described(what, seen)

@@ -157,7 +157,10 @@ class Described:
     ids: IdArray | None  # of the rows, or None if nothing has any
     missing: NDArray[np.bool_] | None  # rows without an id; None if there are none
     count: int  # how many rows
-    given: FeaturesLike = None  # the same parts as they were given, each in its own order, with files read
+
+    def features(self) -> FeaturesLike:
+        """Return the parts as FeatureSpec.new takes them."""
+        return self.parts if len(self.parts) > 1 else self.parts[0]
 
     def names(self) -> list[Any]:
         """The ids of the rows, None where there is none; their numbers where nothing has ids."""
@@ -207,7 +210,6 @@ def described(side: Side, features: FeaturesLike) -> Described:
             found.append(id_array(name, frame[column]) if column in frame.columns else None)
     if all(part is None for part in parts):
         check.fail(name, "None", "rows of a table or of a matrix")
-    given = list(parts) if len(parts) > 1 else parts[0]
     first = next((place for place, ids in enumerate(found) if ids is not None), None)
     ids, missing = (None, None) if first is None else found[first] or (None, None)
     for place, other in enumerate(found):
@@ -217,7 +219,7 @@ def described(side: Side, features: FeaturesLike) -> Described:
     counts = sorted({int(part.shape[0]) for part in parts if part is not None})
     if len(counts) > 1:
         check.fail(name, f"{' and '.join(map(str, counts))} rows", "as many rows in each")
-    return Described(parts, ids, missing, counts[0], given)
+    return Described(parts, ids, missing, counts[0])
 
 
 def embedded(side: Side, towers: Towers, features: FeaturesLike, history: sp.csr_matrix | None) -> Tensor:
