@@ -566,3 +566,15 @@ def test_fit_help_states_the_stopping_rules(capsys):
     assert "seconds of training" in text
     assert "1e-6" in text
     assert "--memory-budget" in text
+
+
+def test_a_file_of_another_kind_leaves_the_format_of_the_run_for_the_next(tmp_path):
+    from gramtower.cli.formats import DataOptions
+    from gramtower.cli.options import Settings
+    from gramtower.cli.reading import read_like
+
+    (tmp_path / "seen.data").write_text("left,right\nu1,a\nu1,b\n")
+    (tmp_path / "test.tsv").write_text("left\tright\nu1\ta\n")
+    settings = Settings(data=DataOptions(path=tmp_path / "pairs.data", format="csv", left="left", right="right"))
+    assert len(read_like(settings, tmp_path / "test.tsv", "--test")) == 1
+    assert len(read_like(settings, tmp_path / "seen.data", "--exclude")) == 2

@@ -63,9 +63,9 @@ def read_pairs(
 
 def read_like(settings: Settings, path: Path, name: str, flags: ReadOptions | None = None) -> Interactions:
     """The pairs of a file like that of a run: with its columns, and its format if both are of a kind; flags win."""
-    options = settings.data
-    if options.path is not None and Path(options.path).suffixes != path.suffixes:
-        options.format = None
+    given = settings.data.path
+    if given is not None and Path(given).suffixes != path.suffixes:
+        settings = replace(settings, data=replace(settings.data, format=None))
     return read_pairs(path, settings.with_flags(flags).data, name=name)
 
 
