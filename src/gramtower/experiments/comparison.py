@@ -311,7 +311,7 @@ def verdict(summary: dict[str, Any]) -> str:
     first = summary["first"].get(f"{_WON:g}")
     ran = [name for name, found in summary["methods"].items() if "lowest" in found]
     if first is None:
-        return "No method ran on this data."
+        return "For this data no method ran."
     name, seconds = first["method"], f"{first['seconds']:.3g} s"
     if len(ran) == 1:
         return f"For this data only {name} ran; it was within {_WON:.0%} of its lowest objective after {seconds}."
