@@ -485,9 +485,8 @@ def checked_ranking(
     if chosen is not None:  # leave out the other columns before the product
         if denied is not None:
             chosen, denied = np.setdiff1d(chosen, denied, assume_unique=True), None
-        rules = rules.take(
-            chosen
-        )  # numpy copies without waiting for a second thread, which takes long on a busy machine
+        rules = rules.take(chosen)
+        # on a CPU numpy copies a few rows about three times as fast as torch
         Q = Q[torch.from_numpy(chosen).to(Q.device)] if Q.is_cuda else torch.from_numpy(Q.numpy()[chosen])
         exclude, own = (None if pairs is None else pairs[:, chosen] for pairs in (exclude, own))
     return Ranking(P, Q, exclude, denied, chosen, own, rules)
