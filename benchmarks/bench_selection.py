@@ -7,10 +7,12 @@
 
 Each set is split three times. Sets of ids: a fifth of each left entity's pairs is the test part, Recall@20 / NDCG@20.
 Sets with features: a fifth of the entities of one side is new, MAP@5 / Recall@20 (P@1 / P@3 / P@5 of documents).
-Rows are the default, the same by rules (`select=False`), popularity, EASE (of four penalties the best on the test part)
-and the best of so many random settings, chosen on the test part as well: the last two are upper bounds, not choices.
-Seconds are those of the fits. DATA holds the folders of public sets that benchmarks/features/sets.py reads; sets that
-are not there are left out. Each mode writes its section of FOLDER/selection.json.
+Rows are the default, the same by rules (`select=False`), the same with twice the iterations and popularity; on the
+first split also EASE, the objective of ALS, a softmax over all right entities by AdamW (--peers) and random settings
+(--random). They have the best of so many trials on the test part, so they are upper bounds, not choices. --log keeps
+each random setting, --seconds ends those of a set early. Seconds are those of the fits. DATA holds the folders of
+public sets that benchmarks/features/sets.py reads; sets that are not there are left out. Each mode writes its section
+of FOLDER/selection.json.
 
 With --known, sets with features are split like those of ids and known entities are ranked: by ids, and by ids next to
 features, both with default settings. Aim: ids next to features rank them no worse than ids do.
@@ -46,11 +48,13 @@ ALSO_IDS = ("ml1m", "moby", "wikispeedia", "citeulike", "delicious", "eurlex", "
 WITH_FEATURES = ("eurlex", "delicious", "citeulike", "ml1m", "facebook", "moby", "wikispeedia", "npm")
 GRAPHS = {
     "musae-chameleon": True,
+    "musae-chameleon-undirected": False,
     "musae-twitch-engb": False,
     "musae-twitch-ptbr": False,
 }  # whether links have a direction
 DOCUMENTS = ("eurlex", "delicious")
 _EASE = (50.0, 150.0, 500.0, 1500.0)
+_SOFTMAX, _BATCH = 8, 2048  # random trials of the softmax, and left entities of a batch
 
 
 def pairs_of(name: str, data: Path) -> sp.csr_matrix:
@@ -72,12 +76,13 @@ def pairs_of(name: str, data: Path) -> sp.csr_matrix:
 
 def graph(name: str, seed: int, data: Path) -> FeatureSet:
     """A MUSAE graph with a fifth of its nodes new on the left, and on neither side of what is learned from."""
-    with lzma.open(data / name / "features.json.xz", "rt") as text:
+    folder = data / name.removesuffix("-undirected")
+    with lzma.open(folder / "features.json.xz", "rt") as text:
         read = {int(node): sorted(map(int, set(of))) for node, of in json.load(text).items()}
     place = {node: row for row, node in enumerate(sorted(read))}
     flat = np.array([x for node in sorted(read) for x in read[node]])
     words = _csr(np.ones(len(flat)), flat, [len(read[node]) for node in sorted(read)])
-    with lzma.open(data / name / "edges.csv.xz", "rt") as lines:
+    with lzma.open(folder / "edges.csv.xz", "rt") as lines:
         next(lines)
         links = np.array([[place[int(x)] for x in line.split(",")] for line in lines])
     links = links[links[:, 0] != links[:, 1]]
@@ -116,19 +121,45 @@ class Ids:
 
     def scores(self, model: gt.TwoTower, device: str) -> list[float]:
         """Metrics of the test part."""
-        P, Q = (on(device, model, side) for side in ("left", "right"))
+        return self.ranked(on(device, model, "left"), on(device, model, "right"))
+
+    def ranked(self, P: torch.Tensor, Q: torch.Tensor) -> list[float]:
+        """Metrics of embeddings of the left entities that are asked about, and of the right ones."""
         found = evaluate_embeddings(P, Q, self.test, train=self.train, metrics=self.metrics)
         return [float(found[name]) for name in self.metrics]
 
-    def baselines(self, device: str) -> dict[str, list[float]]:
-        """Metrics of popularity, and of EASE with the best of a few penalties where its matrix fits."""
+    def popularity(self) -> dict[str, Any]:
+        """Metrics of one list for all, in the order of degrees; nothing where new right entities are ranked."""
+        if self.test.shape[1] != self.train.shape[1]:
+            return {}
         counts = np.bincount(self.train.indices, minlength=self.train.shape[1]).astype(np.float32)
-        ones = torch.ones(self.train.shape[0], 1), torch.from_numpy(counts)[:, None]
-        rows = evaluate_embeddings(*ones, self.test, train=self.train, metrics=self.metrics)
-        found = {"popularity": [float(rows[name]) for name in self.metrics]}
+        ranked = self.ranked(torch.ones(self.test.shape[0], 1), torch.from_numpy(counts)[:, None])
+        return {"popularity": {"metrics": ranked}}
+
+    def peers(self, device: str, base: gt.TwoTower) -> dict[str, list[float]]:
+        """Metrics of other methods, each with the best of a few settings on the test part."""
+        found = {}
         if self.train.shape[1] <= (45_000 if device == "cuda" else 5_000):
             found["EASE, best of 4 on the test part"] = self._ease(device)
+        found["ALS, best of 6 on the test part"] = self._als(device, base)
+        if device == "cuda":
+            found[f"softmax, best of {_SOFTMAX} on the test part"] = softmax(self, device)
         return found
+
+    def inputs(self) -> list[sp.csr_matrix | None]:
+        """Features of the left, the right and the new left entities that a softmax sees; None for ids."""
+        return [None, None, None]
+
+    def _als(self, device: str, base: gt.TwoTower) -> list[float]:
+        """Metrics of the minimum of the objective of ALS: squared loss, label 0, one penalty for all entities."""
+        mean = float(np.mean(np.concatenate([np.diff(self.train.indptr), np.bincount(self.train.indices)])))
+        plain = {"loss": "squared", "imputed": 0.0, "frequency_power": 0.0, "right_weights": None, "select": False}
+        found = []
+        for omega in (0.25, 1.0, 4.0):
+            for penalty in (0.02, 0.1):
+                options = {"omega": base.omega_ * omega, "embedding_l2": penalty * mean, "device": device}
+                found.append(self.scores(self.fit(**plain, **options), device))
+        return max(found, key=lambda row: row[-1])
 
     def _ease(self, device: str) -> list[float]:
         """Metrics of EASE (Steck, 2019), the closed form of a linear model from items to items."""
@@ -174,6 +205,7 @@ class Features(Ids):
 
     def __init__(self, name: str, seed: int, data: Path) -> None:
         self.set = graph(name, seed, data) if name in GRAPHS else load(name, seed, data=data)
+        self.train, self.test = sp.csr_matrix(self.set.train), sp.csr_matrix(self.set.truth)
         if name in DOCUMENTS:
             self.metrics = ("precision@1", "precision@3", "precision@5")
 
@@ -184,18 +216,23 @@ class Features(Ids):
     def scores(self, model: gt.TwoTower, device: str) -> list[float]:
         """Metrics of the new entities."""
         new = on(device, model, self.set.side, self.set.new)
-        P, Q = (new, on(device, model, "right")) if self.set.side == "left" else (on(device, model, "left"), new)
-        found = evaluate_embeddings(P, Q, self.set.truth, metrics=self.metrics)
+        return self.ranked(
+            *((new, on(device, model, "right")) if self.set.side == "left" else (on(device, model, "left"), new))
+        )
+
+    def ranked(self, P: torch.Tensor, Q: torch.Tensor) -> list[float]:
+        """Metrics of the embeddings of new entities and those of the other side."""
+        found = evaluate_embeddings(P, Q, self.test, metrics=self.metrics)
         return [float(found[name]) for name in self.metrics]
 
-    def baselines(self, device: str) -> dict[str, list[float]]:
-        """Metrics of popularity, where known right entities are ranked."""
-        if self.set.side == "right":
-            return {}
-        counts = np.bincount(self.set.train.indices, minlength=self.set.train.shape[1]).astype(np.float32)
-        ones = torch.ones(self.set.truth.shape[0], 1), torch.from_numpy(counts)[:, None]
-        rows = evaluate_embeddings(*ones, self.set.truth, metrics=self.metrics)
-        return {"popularity": [float(rows[name]) for name in self.metrics]}
+    def peers(self, device: str, base: gt.TwoTower) -> dict[str, list[float]]:
+        """Metrics of a softmax, where new left entities are ranked for on a GPU."""
+        ranked = device == "cuda" and self.set.side == "left"
+        return {f"softmax, best of {_SOFTMAX} on the test part": softmax(self, device)} if ranked else {}
+
+    def inputs(self) -> list[sp.csr_matrix | None]:
+        """Features of the left, the right and the new left entities."""
+        return [self.set.left, self.set.right, self.set.new]
 
     def random(self, rng: np.random.Generator, base: gt.TwoTower) -> dict[str, Any]:
         """Settings drawn around those of a model by rules."""
@@ -204,8 +241,8 @@ class Features(Ids):
             "l2": base.l2_ * 2 ** rng.uniform(-3, 5), "embedding_l2": base.embedding_l2_ * 2 ** rng.uniform(-2, 2),
             "normalize": normalize, "activation": str(rng.choice(["relu", "gelu"])),
             "omega": base.omega_ * 2 ** rng.uniform(-2, 2), "left_weights": f"degree^{rng.choice([0, 0.5, 1])}",
-            "right_weights": f"degree^{rng.choice([0, 0.2, 0.4, 0.6])}",
-            **({"hidden": ()} if rng.random() < 0.4 else {}), "max_iterations": int(rng.choice([8, 12, 20])),
+            "right_weights": f"degree^{rng.choice([0, 0.2, 0.4, 0.6])}", "imputed": (-1.0, -0.5, 0.0)[rng.integers(3)],
+            **({"hidden": ()} if rng.random() < 0.4 else {}), "max_iterations": int(rng.choice([6, 12, 20])),
         }  # fmt: skip
 
 
@@ -245,33 +282,103 @@ def known(given: argparse.Namespace) -> None:
             write_result(f"selection/known-{given.device}", {"sets": found}, given.out)
 
 
-def measured(part: Ids, device: str, random: int, seed: int, tuned: float = 0.0) -> dict[str, Any]:
+def softmax(part: Ids, device: str) -> list[float]:
+    """Metrics of linear towers and right biases that AdamW fits to a softmax over all right entities.
+
+    The best of random rates, decays, scales, sizes and weights of left entities on the test part, each of which is
+    looked at four times along its way.
+    """
+    rng, rows = np.random.default_rng(0), part.train.shape[0]
+
+    def scaled(X: sp.csr_matrix | None, like: sp.csr_matrix | None) -> sp.csr_matrix | None:
+        if X is None or like is None:
+            return None
+        seen = np.bincount(sp.csr_matrix(like).indices, minlength=like.shape[1])
+        X = sp.csr_matrix(
+            sp.csr_matrix(X, dtype=np.float32) @ sp.diags(np.sqrt(np.log(like.shape[0] / (1.0 + seen)) + 1))
+        )
+        lengths = np.sqrt(np.asarray(X.multiply(X).sum(1)).ravel())
+        return sp.csr_matrix(sp.diags(1 / np.where(lengths > 0, lengths, 1)) @ X, dtype=np.float32)
+
+    def placed(X: sp.csr_matrix) -> torch.Tensor:
+        places = (torch.from_numpy(x.astype(np.int64)) for x in (X.indptr, X.indices))
+        return torch.sparse_csr_tensor(*places, torch.from_numpy(X.data), size=X.shape).to(device)
+
+    given = part.inputs()
+    left, right, new = scaled(given[0], given[0]), scaled(given[1], given[1]), scaled(given[2], given[0])
+    order, batches = rng.permutation(rows), []
+    for chosen in np.array_split(order, max(1, round(rows / _BATCH))):
+        pairs = part.train[chosen].tocoo()
+        inputs = torch.from_numpy(chosen).to(device) if left is None else placed(left[chosen])
+        batches.append((inputs, *(torch.from_numpy(x.astype(np.int64)).to(device) for x in (pairs.row, pairs.col))))
+    every = [None if X is None else placed(X) for X in (right, new)]
+    best: list[float] | None = None
+    for _ in range(_SOFTMAX):
+        rate, decay, scale = 10 ** rng.uniform(-3, -1), 10 ** rng.uniform(-3, 1), 2 ** rng.uniform(0, 4)
+        dim, power, steps = int(rng.choice([64, 128, 256])), float(rng.choice([0.5, 1.0])), int(rng.choice([120, 400]))
+        generator = torch.Generator(device).manual_seed(0)
+        sizes = [
+            (rows if left is None else left.shape[1], dim),
+            (part.train.shape[1] if right is None else right.shape[1], dim),
+        ]
+        W, V = ((0.1 * torch.randn(*size, generator=generator, device=device)).requires_grad_() for size in sizes)
+        bias = torch.zeros(part.train.shape[1], device=device, requires_grad=True)
+        optimizer = torch.optim.AdamW([W, V, bias], lr=rate, weight_decay=decay)
+        for step in range(steps):
+            inputs, i, j = batches[step % len(batches)]
+            P, Q = W[inputs] if left is None else inputs @ W, V if every[0] is None else every[0] @ V
+            scores = scale * P @ Q.T + bias
+            degrees = torch.bincount(i, minlength=len(P)).float()
+            own = degrees.clamp(min=1) ** (power - 1)
+            loss = (
+                own * (degrees * scores.logsumexp(1) - torch.zeros_like(degrees).index_add(0, i, scores[i, j]))
+            ).sum()
+            optimizer.zero_grad()
+            (loss / len(i)).backward()
+            optimizer.step()
+            if 4 * (step + 1) % steps == 0:
+                with torch.no_grad():
+                    P, Q = W if every[1] is None else every[1] @ W, V if every[0] is None else every[0] @ V
+                    ones = torch.ones(len(P), 1, device=device)
+                    found = part.ranked(torch.cat([scale * P, ones], 1), torch.cat([Q, bias[:, None]], 1))
+                best = found if best is None or found[-1] > best[-1] else best
+    assert best is not None
+    return best
+
+
+def measured(part: Ids, given: argparse.Namespace, name: str, first: bool) -> dict[str, Any]:
     """The rows of one split: metrics, and seconds of fits."""
-    rows: dict[str, Any] = {name: {"metrics": row} for name, row in part.baselines(device).items()}
+    device, rows = given.device, part.popularity()
     part.fit(device=device, select=False, max_iterations=1)  # compiles
     models = {}
-    for name, select in (("by rules", False), ("default", True)):
+    for row, select in (("by rules", False), ("default", True)):
         start = time.perf_counter()
-        models[name] = part.fit(device=device, select=select)
+        models[row] = part.fit(device=device, select=select)
         seconds = time.perf_counter() - start
-        rows[name] = {"metrics": part.scores(models[name], device), "seconds": seconds}
-    chosen = models["default"].path_
-    rows["default"] |= {"selection": str(chosen)}
+        rows[row] = {"metrics": part.scores(models[row], device), "seconds": seconds}
+    rows["default"] |= {"selection": str(models["default"].path_)}
     start = time.perf_counter()
     longer = part.fit(device=device, select=False, **_twice(models["default"]))
     rows["twice the iterations"] = {"metrics": part.scores(longer, device), "seconds": time.perf_counter() - start}
-    if tuned:
+    if given.tune:
         model = gt.TwoTower(device=device)
-        model.tune(part.train, time_limit=tuned, trials=10_000)
-        rows[f"tuned for {tuned:.0f} s"] = {"metrics": part.scores(model, device)}
-    rng, best = np.random.default_rng(seed), None
-    for _ in range(random):
+        model.tune(part.train, time_limit=given.tune, trials=10_000)
+        rows[f"tuned for {given.tune:.0f} s"] = {"metrics": part.scores(model, device)}
+    if first and given.peers:
+        rows |= {peer: {"metrics": row} for peer, row in part.peers(device, models["by rules"]).items()}
+    rng, best, ends = np.random.default_rng(given.seed), None, time.perf_counter() + given.seconds
+    for number in range(1, 1 + given.random if first else 0):
         options = part.random(rng, models["by rules"])
         found = part.scores(part.fit(device=device, select=False, **options), device)
+        if given.log is not None:
+            with given.log.open("a") as log:
+                log.write(json.dumps({"set": name, "settings": options, "metrics": found}, default=str) + "\n")
         if best is None or found[-1] > best[0][-1]:
             best = found, options
-    if best is not None:
-        rows[f"best of {random} random settings on the test part"] = {"metrics": best[0], "settings": str(best[1])}
+        if number == given.random or time.perf_counter() > ends:
+            text = f"best of {number} random settings on the test part"
+            rows[text] = {"metrics": best[0], "settings": str(best[1])}
+            break
     return rows
 
 
@@ -335,6 +442,10 @@ def main() -> None:
     parser.add_argument("--splits", default="0,1,2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--random", type=int, default=0, help="random settings to try on the first split")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of random settings, on each set")
+    parser.add_argument("--seed", type=int, default=0, help="of the random settings")
+    parser.add_argument("--log", type=Path, help="file of lines with each random setting and its metrics")
+    parser.add_argument("--peers", action="store_true", help="EASE, ALS and a softmax, on the first split")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds to tune the default for, on sets of ids")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path)
@@ -362,8 +473,7 @@ def main() -> None:
             if given.objectives:
                 rows, end = objectives(part, given.device), ""
             else:
-                random = given.random if split_number == 0 else 0
-                rows = measured(part, given.device, random, split_number, given.tune)
+                rows = measured(part, given, name, split_number == 0)
                 ratio = rows["default"]["seconds"] / rows["by rules"]["seconds"]
                 end = f"| {ratio:.1f} fits {rows['default']['selection']}"
             found[f"{name} split {split_number}"] = {"metrics": list(part.metrics), "rows": rows}

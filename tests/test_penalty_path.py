@@ -17,6 +17,7 @@ from gramtower.data.splits import per_user
 from gramtower.distributed.partition import write_partition
 from gramtower.model import penalty_path
 from gramtower.model.penalty_path import _held_pairs
+from gramtower.model.unseen import UnseenValidator
 
 
 def faint(seed=0):
@@ -128,6 +129,15 @@ def test_features_on_both_sides_compare_linear_and_normalised_towers_by_new_enti
     assert model.l2_ == path.chosen["l2"]
     assert model.normalize_ == path.chosen["normalize"]
     assert (model.hidden_ == ((), ())) == ("hidden" in path.chosen)
+
+
+def test_the_error_of_held_out_right_entities_is_that_of_drawing_others(monkeypatch):
+    # left entities share them: without a half of them the metric is 0.01 higher, without the other as much lower
+    monkeypatch.setattr(UnseenValidator, "without", lambda self, point, seed: [self(point) + 0.01, self(point) - 0.01])
+    pairs, _, right = described()
+    path = small().fit(pairs, right_features=right).path_
+    assert "right entities" in path.held_out
+    assert [point.standard_error for point in path.tried] == pytest.approx([0.01] * len(path.tried))
 
 
 def test_shapes_that_are_given_are_not_compared():

@@ -58,13 +58,13 @@ from gramtower.model.fit_data import FitData, FitPairs, matrix_and_ids, prepare_
 from gramtower.model.fit_parts import is_tiny, iterations, make_problem, make_towers, make_validation, over_ids, refine
 from gramtower.model.fitted import Selection, Tried, short
 from gramtower.model.settings import ModelSettings
-from gramtower.model.unseen import SIDES, Unseen, hold_out_entities
+from gramtower.model.unseen import SIDES, Unseen, UnseenValidator, hold_out_entities
 from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason
 
 # arguments of the objective that a path can choose
-OBJECTIVE = ("l2", "embedding_l2", "omega", "imputed", "left_weights", "right_weights")
+OBJECTIVE = ("l2", "embedding_l2", "omega", "left_weights")
 HOLDS = ("pairs", "left", "right")  # parts that select="…" can ask to hold out
 _PENALTIES = {defaults.IDS: ("embedding_l2",), defaults.FEATURES: ("l2",), defaults.HISTORIES: ("embedding_l2", "l2")}
 _SHARE, _RANKED, _LEAST = 0.1, 5_000, 50  # of an entity's pairs, and of all; most and least entities that are ranked
@@ -311,7 +311,7 @@ class _Point:
     settings: JSON
     metric: float
     standard_error: float
-    values: NDArray[np.float64] | None  # of the entities that are ranked
+    values: NDArray[np.float64] | None  # whose mean the metric is: of entities, or of parts of the held-out right ones
     parameters: Parameters | None
 
 
@@ -447,6 +447,10 @@ class _Search:
         assert self.measure is not None
         scores = self.measure.scores(at, (settings.metric,), (P, Q))
         metric, ranked = float(scores[settings.metric]), scores.per_user.get(settings.metric)
+        if isinstance(self.measure, UnseenValidator) and self.measure.side == "right":
+            # users share the ranked entities, so that those are what is drawn: pseudo-values of the jackknife
+            without = np.array(self.measure.without(at, settings.seed))
+            ranked = len(without) * metric - (len(without) - 1) * without
         kept = result.parameters if self.warm else None
         found = _Point(shape, exponent, {**shape.changes, **values}, metric, 0.0, ranked, kept)
         found.standard_error = self.error(found)
