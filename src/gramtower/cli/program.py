@@ -88,6 +88,7 @@ def interruption() -> tuple[str, int]:
 COMMANDS = {
     "fit": ("fit_command", "Learn a model from observed pairs."),
     "update": ("fit_command", "Add pairs to a fitted model and continue training for a few iterations."),
+    "calibrate": ("fit_command", "Fit probabilities of scores to held-out pairs, for recommend --scores probability."),
     "split": ("data_commands", "Split pairs into training and test files."),
     "partition": (
         "data_commands",

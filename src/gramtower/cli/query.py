@@ -111,6 +111,7 @@ def recommend(
     diversity: float = 0.0,
     at_most: Texts = None,
     min_score: float | None = None,
+    scores: str = "raw",
     left_features: Path | None = None,
     right_features: Path | None = None,
     right_table: Path | None = None,
@@ -146,6 +147,7 @@ def recommend(
         diversity: From 0 to 1: how much entities lose for being like those above them.
         at_most: COLUMN=COUNT: so many of a list may share a value of this column of the right table; may be repeated.
         min_score: Leave out lower scores.
+        scores: raw, probability (of a model that gramtower calibrate has calibrated) or percentile (100 is the best).
         left_features: Table of new left entities, for models fitted with --left-features: all its rows, or --left.
         right_features: Table of right entities, for models fitted with --right-features: new ones are ranked too.
         right_table: Table of right entities, joined by id, for titles, --where, --boost and --at-most [default:
@@ -183,6 +185,7 @@ def recommend(
     options |= {} if new is None else {"right_features": new}
     table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common)
     options |= {"popularity": popularity, "diversity": diversity, "min_score": min_score, "where": where}
+    options["scores"] = scores
     options |= {
         name: dict(map(parse_option, given)) for name, given in (("boost", boost), ("at_most", at_most)) if given
     }
@@ -199,10 +202,10 @@ def recommend(
     if history is not None:
         options["histories"] = [keys_of(model, "right", history)]
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
-    found, scores = model.recommend(known, k, **options)
+    found, values = model.recommend(known, k, **options)
     titles = None if table is None else table[0].titles
     named = {} if table is None or titles is None else dict(zip(table[1], titles, strict=True))
-    _show("left", asked if known is None else known, "right", found, scores, common, named)
+    _show("left", asked if known is None else known, "right", found, values, common, named)
     return 0
 
 
