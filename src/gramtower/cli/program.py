@@ -95,6 +95,7 @@ COMMANDS = {
         "Split pairs by left entity into parts of similar size, for a fit by several processes.",
     ),
     "evaluate": ("query", "Measure the ranking of held-out pairs."),
+    "off-policy": ("query", "Estimate the reward of lists from a log of entities shown with known probabilities."),
     "cross-validate": (
         "experiments",
         "Measure settings by cross-validation: as many fits as folds, each tested on pairs that it has not seen.",
