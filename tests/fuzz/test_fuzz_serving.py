@@ -44,7 +44,7 @@ GETS = ("/map", "/run", "/models", "/health", "/ready", "/metrics", "/docs", "/o
 FIELDS = (
     "left", "right", "ids", "id", "k", "model", "side", "allow", "deny", "filter", "left_features", "right_features",
     "histories", "columns", "stream", "together", "exclude_seen", "text", "most", "where", "boost", "popularity",
-    "diversity", "at_most", "min_score",
+    "diversity", "at_most", "min_score", "scores",
 )  # fmt: skip
 STATUSES = {200, 400, 401, 404, 405, 408, 413, 421, 422, 503}
 
@@ -105,6 +105,7 @@ def plausible(rng, path):
                     "diversity": rng.random(),
                     "at_most": {"genre": rng.randrange(4)},
                     "min_score": rng.gauss(0, 1),
+                    "scores": rng.choice(["raw", "percentile", "probability"]),
                 },
                 {"left": users(3), "allow": some("i", 9), "deny": some("i", 9), "exclude_seen": False},
             ]

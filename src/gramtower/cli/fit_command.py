@@ -1,4 +1,4 @@
-"""``gramtower fit`` and ``update``: from files of pairs to a folder with a model."""
+"""``gramtower fit``, ``update`` and ``calibrate``: from files of pairs to a folder with a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.checks import config_hidden
-from gramtower._util.files import write_config, write_json
+from gramtower._util.files import replacing, write_config, write_json
 from gramtower.cli import reading
 from gramtower.cli.formats import DataOptions, ReadOptions
 from gramtower.cli.options import (
@@ -25,12 +25,13 @@ from gramtower.cli.options import (
     parse_option,
     read_config,
 )
-from gramtower.cli.output import note, print_answer, silent
+from gramtower.cli.output import note, print_answer, print_facts, print_json, print_table, silent
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import rows_left_out
 from gramtower.distributed.group import Group
 from gramtower.distributed.launch import joined
 from gramtower.distributed.partition import Shard, is_partition, read_part
+from gramtower.experiments.figures import reliability_figure, save
 from gramtower.experiments.run_store import environment
 from gramtower.model.defaults import pick_device
 from gramtower.model.fit_data import known_pairs
@@ -290,6 +291,62 @@ def update(
         _describe(out, model, settings, facts)
     named = ("objective", "iterations", "added_pairs", "new_left", "new_right", "pairs", "model")
     return print_answer(common.json, facts, {name.replace("_", " "): facts[name] for name in named})
+
+
+def calibrate(
+    run: Annotated[Path, Parameter(name="RUN")],
+    /,
+    *,
+    validation: Path | None = None,
+    method: str = "auto",
+    population: str = "all",
+    seed: int = 0,
+    test: Path | None = None,
+    bins: int = 10,
+    plot: Path | None = None,
+    data: ReadOptions | None = None,
+    common: Common = Common(),
+) -> int:
+    """Fit probabilities of scores to held-out pairs, for recommend --scores probability.
+
+    A probability is that of a pair which the model has not seen to be among the held-out pairs. The model in RUN is
+    replaced atomically by the same with its calibration.
+
+    Args:
+        run: Folder of a fit, or a model file.
+        validation: Held-out pairs, a file like the one the run read [default: the validation pairs of the fit].
+        method: platt (logistic), isotonic (any increasing function), which needs more pairs, or auto.
+        population: Left entities whose pairs are counted: all, or those with held-out pairs.
+        seed: Of a sample of left entities, which stands for all where there are more than a hundred million pairs.
+        test: Other held-out pairs, to compare probabilities with [default: --validation].
+        bins: Number of bins of this comparison.
+        plot: File for a figure of it: .svg or .png.
+    """
+    kind = "" if plot is None else check.choice("--plot", plot.suffix.lower(), (".svg", ".png"))
+    path = reading.model_file(run)
+    with reading.held(reading.for_writing(path.parent)):
+        model, settings = reading.open_model(run)
+        pairs, others = (
+            None if file is None else reading.read_like(settings, file, name, data)
+            for file, name in ((validation, "--validation"), (test, "--test"))
+        )
+        model.calibrate(pairs, method, population=population, seed=seed)
+        others = pairs if others is None else others
+        found = model.reliability(others, bins)
+        if plot is not None:
+            figure = reliability_figure(found.probability, found.positives, found.pairs)
+            with replacing(plot) as partial:
+                save(figure, partial, kind[1:])
+        model.save(path)
+    facts = {"calibration": str(model.calibration_), "held_out": int(found.positives.sum())}
+    facts |= {"expected": found.expected, "model": str(path)}
+    columns = ("probability", "observed", "pairs", "held_out")
+    if common.json:
+        print_json(facts | {"reliability": [dict(zip(columns, row, strict=True)) for row in found.rows()]})
+    else:
+        print_facts(facts)
+        print_table(columns, found.rows())
+    return 0
 
 
 #: From the value of a setting to that of its key in a config file, where that is not the value itself.

@@ -67,6 +67,7 @@ def describe_model(model: TwoTower) -> dict[str, Any]:
         "objective": last.value,
         **traffic_facts(last),
         "stopped": model.message_,
+        **({} if model.calibration_ is None else {"calibration": str(model.calibration_)}),
         "pairs_per_entity": degree_quantiles(model.trained_),
         "settings": {k: v for k, v in model.with_changes().get_params().items() if k not in left_out and v is not None},
     }

@@ -88,12 +88,14 @@ def interruption() -> tuple[str, int]:
 COMMANDS = {
     "fit": ("fit_command", "Learn a model from observed pairs."),
     "update": ("fit_command", "Add pairs to a fitted model and continue training for a few iterations."),
+    "calibrate": ("fit_command", "Fit probabilities of scores to held-out pairs, for recommend --scores probability."),
     "split": ("data_commands", "Split pairs into training and test files."),
     "partition": (
         "data_commands",
         "Split pairs by left entity into parts of similar size, for a fit by several processes.",
     ),
     "evaluate": ("query", "Measure the ranking of held-out pairs."),
+    "off-policy": ("query", "Estimate the reward of lists from a log of entities shown with known probabilities."),
     "cross-validate": (
         "experiments",
         "Measure settings by cross-validation: as many fits as folds, each tested on pairs that it has not seen.",

@@ -1,4 +1,4 @@
-"""``gramtower evaluate``, ``recommend``, ``similar`` and ``explain``: what a fitted model answers."""
+"""``gramtower evaluate``, ``off-policy``, ``recommend``, ``similar`` and ``explain``: what a fitted model answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ from gramtower.cli.reading import (
     right_rows,
 )
 from gramtower.data.entity_table import EntityTable
-from gramtower.data.ids import Key, as_known, as_objects, id_series
+from gramtower.data.frames import pick, polars
+from gramtower.data.ids import Key, as_known, as_objects, id_series, join
+from gramtower.metrics import linear_rewards, list_targets
+from gramtower.metrics import off_policy as estimates
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.model.two_tower import TwoTower
 
@@ -93,6 +96,84 @@ def evaluate(
     return print_answer(common.json, {"metrics": found, **counts}, found)
 
 
+def off_policy(
+    run: Path,
+    log: Path,
+    /,
+    *,
+    reward: str = "reward",
+    propensity: str = "propensity",
+    left: str | None = None,
+    right: str | None = None,
+    k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
+    include_seen: Switch = False,
+    clip: float | None = None,
+    confidence: float = 0.95,
+    interval: str = "normal",
+    samples: int = 1000,
+    seed: int = 0,
+    common: Common = Common(),
+) -> int:
+    """Estimate the reward of lists from a log of entities shown with known probabilities.
+
+    The value is the mean reward of a shown entity, if each place of the model's lists is shown equally often. Events of
+    left entities that the model does not know are left out. The doubly robust estimate predicts rewards by a line
+    through the model's scores, fitted on the other half of the log.
+
+    Args:
+        run: Folder of a run, or a model file.
+        log: Table with a row for each event: left id, id of the shown right entity, reward, propensity.
+        reward: Column of rewards, such as 1 for a click and 0 for none.
+        propensity: Column of the probabilities with which the logging system showed the entity, above 0.
+        left: Column of left ids [default: that of the run].
+        right: Column of right ids [default: that of the run].
+        k: Length of the lists.
+        include_seen: Lists also have what a left entity has seen.
+        clip: Largest weight, the ratio of the two probabilities [default: none].
+        confidence: Of the intervals.
+        interval: normal or bootstrap.
+        samples: Of the bootstrap.
+        seed: Of the bootstrap.
+    """
+    model, settings = open_model(run)
+    frame = read_frame("LOG", log)
+    r, p = (
+        frame[pick(name, column, frame.columns)].cast(polars().Float64, strict=False).fill_null(np.nan).to_numpy()
+        for name, column in (("--reward", reward), ("--propensity", propensity))
+    )
+    rows, shown = (
+        join(as_objects(id_series(name, frame[pick(name, column, frame.columns)]).to_list()), side.index)
+        for name, column, side in (
+            ("--left", left or settings.data.left or "left", model.left_),
+            ("--right", right or settings.data.right or "right", model.right_),
+        )
+    )
+    known = rows >= 0
+    if not known.any():
+        check.fail("LOG", f"{len(frame):,} events, none of a left entity that the model knows", "events of such")
+    if not known.all():
+        common.note(f"{(~known).sum():,} of {len(frame):,} events are of unknown left entities")
+    r, p, shown, (users, place) = r[known], p[known], shown[known], np.unique(rows[known], return_inverse=True)
+    found, scores = model.recommend(model.left_.names(users).tolist(), k, exclude_seen=not include_seen)
+    ids, there = model.right_.names(shown), shown >= 0
+    x = np.zeros(len(r))  # 0 for unknown right entities, which no list has
+    x[there] = model.predict(model.left_.names(users[place][there]).tolist(), ids[there].tolist())
+    targets = np.where(there, list_targets(found[place], ids), 0.0)
+    predicted, expected = linear_rewards(r, x, scores[place])
+    answer = estimates(
+        r, p, targets, predicted=predicted, expected=expected, clip=clip, confidence=confidence, interval=interval,
+        samples=samples, seed=seed,
+    )  # fmt: skip
+    facts = {name: value for name, value in vars(answer).items() if not isinstance(value, tuple)}
+    columns = ("estimate", "value", "standard_error", "low", "high")
+    if common.json:
+        print_json({"estimates": [dict(zip(columns, row, strict=True)) for row in answer.rows()], **facts})
+    else:
+        print_table(columns, answer.rows())
+        print_facts(facts)
+    return 0
+
+
 def recommend(
     run: Path,
     /,
@@ -111,6 +192,7 @@ def recommend(
     diversity: float = 0.0,
     at_most: Texts = None,
     min_score: float | None = None,
+    scores: str = "raw",
     left_features: Path | None = None,
     right_features: Path | None = None,
     right_table: Path | None = None,
@@ -146,6 +228,7 @@ def recommend(
         diversity: From 0 to 1: how much entities lose for being like those above them.
         at_most: COLUMN=COUNT: so many of a list may share a value of this column of the right table; may be repeated.
         min_score: Leave out lower scores.
+        scores: raw, probability (of a model that gramtower calibrate has calibrated) or percentile (100 is the best).
         left_features: Table of new left entities, for models fitted with --left-features: all its rows, or --left.
         right_features: Table of right entities, for models fitted with --right-features: new ones are ranked too.
         right_table: Table of right entities, joined by id, for titles, --where, --boost and --at-most [default:
@@ -183,6 +266,7 @@ def recommend(
     options |= {} if new is None else {"right_features": new}
     table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common)
     options |= {"popularity": popularity, "diversity": diversity, "min_score": min_score, "where": where}
+    options["scores"] = scores
     options |= {
         name: dict(map(parse_option, given)) for name, given in (("boost", boost), ("at_most", at_most)) if given
     }
@@ -199,10 +283,10 @@ def recommend(
     if history is not None:
         options["histories"] = [keys_of(model, "right", history)]
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
-    found, scores = model.recommend(known, k, **options)
+    found, values = model.recommend(known, k, **options)
     titles = None if table is None else table[0].titles
     named = {} if table is None or titles is None else dict(zip(table[1], titles, strict=True))
-    _show("left", asked if known is None else known, "right", found, scores, common, named)
+    _show("left", asked if known is None else known, "right", found, values, common, named)
     return 0
 
 

@@ -215,6 +215,25 @@ def interval_figure(metric: str, models: Sequence[tuple[str, float, tuple[float,
     return figure
 
 
+@drawing()
+def reliability_figure(
+    probability: NDArray[np.float64], positives: NDArray[np.float64], pairs: NDArray[np.float64]
+) -> Figure:
+    """Draw the share of positive pairs by probability, with its 95% interval (Wilson), next to the diagonal."""
+    figure, (axis,) = panels(5.0, 4.4, 1)
+    share, z = positives / pairs, 1.96
+    middle = (positives + z * z / 2) / (pairs + z * z)
+    reach = z * np.sqrt(positives * (1 - share) + z * z / 4) / (pairs + z * z)
+    ends = np.array([share - np.maximum(middle - reach, 0), middle + reach - share])
+    axis.errorbar(probability, share, yerr=np.maximum(ends, 0), color=COLOURS[0], marker="o", markersize=4, capsize=2)
+    line = [float(probability[probability > 0].min(initial=1)) / 2, min(1.0, 2 * float(probability.max(initial=0.5)))]
+    axis.plot(line, line, color=_GREY, linewidth=1)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    _label(axis, "probability", "share of held-out pairs")
+    return figure
+
+
 def _label(axes: Axes, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)

@@ -40,7 +40,9 @@ from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import evaluate_embeddings
 from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.metrics.tally import Scores
+from gramtower.model import calibration as calibrating
 from gramtower.model import defaults
+from gramtower.model.calibration import Calibration, Counts, Reliability
 from gramtower.model.defaults import pick_device
 from gramtower.model.feature_spec import JSON, IdArray, Ids, is_sparse, is_table
 from gramtower.model.fit_data import (
@@ -63,7 +65,7 @@ from gramtower.model.side import (
     history_matrix,
     normalised,
 )
-from gramtower.retrieval.list_rules import Boost, make_rules
+from gramtower.retrieval.list_rules import Boost, make_rules, need_calibration
 from gramtower.retrieval.topk import Ranking, ranking, top_k
 from gramtower.training.checkpoint import locked
 from gramtower.training.result import Reason, Record
@@ -150,6 +152,7 @@ class FittedModel:
         plain_pairs: whether all labels were 1 and no pair had a weight, so that ``seen`` has all that was learned from.
         names: of the columns that the ids of both sides were read from, such as ("user", "item"); ("left", "right")
             where the data has none.
+        calibration: the function from scores to probabilities that ``calibrate`` fitted, or None.
     """
 
     left: Side
@@ -175,6 +178,7 @@ class FittedModel:
     refine: bool = False
     path: Selection | None = None
     names: tuple[str, str] = ("left", "right")
+    calibration: Calibration | None = None
 
     def __str__(self) -> str:
         sides = (
@@ -214,8 +218,9 @@ class FittedModel:
         return sp.csr_matrix(self.seen - self.seen.multiply(own))
 
     def predict(
-        self, left: IdsLike, right: IdsLike, *, left_features: FeaturesLike = None, right_features: FeaturesLike = None
-    ) -> NDArray[np.float32]:
+        self, left: IdsLike, right: IdsLike, *, left_features: FeaturesLike = None, right_features: FeaturesLike = None,
+        scores: str = "raw",
+    ) -> NDArray[np.float32]:  # fmt: skip
         """Scores of pairs of ids, element by element: how well the two entities of each pair go together.
 
         Args:
@@ -223,13 +228,63 @@ class FittedModel:
             right: as many ids of right entities.
             left_features: describes new left entities, as for :meth:`similar`.
             right_features: describes new right entities.
+            scores: "raw", or "probability" as for :meth:`recommend`.
         """
+        shown = check.choice("scores", scores, ("raw", "probability"))
+        probability = None if shown == "raw" else need_calibration(self.calibration)
         here = self._grown("left", left_features)[0]._grown("right", right_features)[0]
         rows, columns = here.left.rows(check.ids("left", left)), here.right.rows(check.ids("right", right))
         if len(rows) != len(columns):
             check.fail("left, right", f"{len(rows)} and {len(columns)} ids", "as many left as right ids")
         P, Q = here.left.embeddings[torch.from_numpy(rows)], here.right.embeddings[torch.from_numpy(columns)]
-        return np.asarray((P * Q).sum(1).numpy(), dtype=np.float32)
+        found = (P * Q).sum(1).numpy()
+        return np.asarray(found if probability is None else probability(found), dtype=np.float32)
+
+    def calibrated(self, validation: PairsLike | None, method: str, population: str, seed: int) -> Self:
+        """The same model with probabilities, fitted to held-out pairs; see :meth:`gramtower.TwoTower.calibrate`."""
+        check.choice("method", method, calibrating.METHODS)
+        counts = self._counted("validation", validation, population, seed)
+        return replace(self, calibration=calibrating.calibrate(counts, method, population))
+
+    def reliability(self, test: PairsLike | None = None, bins: int = 10) -> Reliability:
+        """How often pairs are held out, by the probability that the model gives them; it must be calibrated.
+
+        Args:
+            test: held-out pairs, as for :meth:`evaluate`. They should be others than those of ``calibrate``, and about
+                as many: probabilities are those of a hold-out of the same size. None for the validation pairs of the
+                model.
+            bins: number of bins of probabilities; each has about the same sum of probabilities.
+        """
+        if self.calibration is None:
+            check.fail("model", "one without probabilities", "model.calibrate(held_out_pairs) before")
+        bins = check.count("bins", bins)
+        counts = self._counted("test", test, self.calibration.population, seed=0)
+        return calibrating.reliability(counts, self.calibration, bins)
+
+    def _counted(self, name: str, given: PairsLike | None, population: str, seed: int) -> Counts:
+        """The scores of the pairs that were not seen, and of those that are held out."""
+        check.choice("population", population, calibrating.POPULATIONS)
+        if not self.shards.single:
+            check.fail("model", f"one that {self.shards.group.size} processes share", "a loaded model, in one process")
+        if given is None:
+            pairs = _masked(self.further, np.arange(len(self.left)) < self.left.trained)
+            if not pairs.nnz:
+                expected = "held-out pairs, or a model that was fitted with validation= and without refit="
+                check.fail(name, "None, and the model has no validation pairs", expected)
+        else:
+            found = self.aligned(name, Columns().read_pairs(name, given))
+            refuse_strangers(name, found, self.ids)
+            if found.example is not None:
+                warn_of_pairs(name, found.total - found.pairs.nnz, found.total, found.example[0])
+            pairs = sp.csr_matrix(found.pairs.multiply(found.pairs > 0))
+            pairs.eliminate_zeros()
+        held_out = without(pattern_of(pairs), self.trained)
+        seen = union(self.trained, without(self.further, held_out))
+        if not held_out.nnz:
+            check.fail(name, "only pairs that the model has learned from", "held-out pairs")
+        return calibrating.count_scores(
+            self.left.embeddings, self.right.embeddings, held_out, seen, population, check.seed(seed)
+        )
 
     def embed(
         self,
@@ -339,6 +394,7 @@ class FittedModel:
         diversity: float = 0.0,
         at_most: Mapping[str, int] | None = None,
         min_score: float | None = None,
+        scores: str = "raw",
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
         histories: HistoriesLike | None = None,
@@ -373,6 +429,10 @@ class FittedModel:
                 by cosines of embeddings, among the 10 k best). Lists are in the order of choice.
             at_most: ``{column: count}``: no more than so many entities of a list share a value of this column.
             min_score: leave out lower scores; scores are those that are returned.
+            scores: what is returned as scores. "raw"; "probability" of a calibrated model: how often such a pair is
+                among held-out pairs, which boosts and popularity do not change; or "percentile": 100 for the best, and
+                100 (c − h) / c for an entity with h of the c candidates of the left entity above it. The order of
+                lists does not change. docs/how-to/scores.md defines both.
             left_features: features of new entities: rows of a matrix, or for a model fitted with a FeatureTable a frame
                 or file with the same columns. One list is made for each row; a row with a known id is embedded by its
                 features, and what it has seen is left out.
@@ -423,10 +483,11 @@ class FittedModel:
         made = here._ranking(
             P, left_out, allow, deny, candidates, paired, table,
             where=where, boost=boost, popularity=popularity, diversity=diversity, at_most=at_most, min_score=min_score,
+            scores=scores,
         )  # fmt: skip
-        found, scores = made.top(min(k, len(here.right)))
+        found, values = made.top(min(k, len(here.right)))
         ids = here.right.names(found)
-        return _framed(asked, ids, scores, ("left", "right"), table) if as_frame else (ids, scores)
+        return _framed(asked, ids, values, ("left", "right"), table) if as_frame else (ids, values)
 
     def recommend_all(
         self,
@@ -444,6 +505,7 @@ class FittedModel:
         diversity: float = 0.0,
         at_most: Mapping[str, int] | None = None,
         min_score: float | None = None,
+        scores: str = "raw",
         table: FeatureTable | TableLike | str | Path | None = None,
         right_features: FeaturesLike = None,
         device: str = "auto",
@@ -463,12 +525,13 @@ class FittedModel:
             allow: only these right ids, or pairs of which each left entity chooses among its own.
             deny: never these right ids.
             candidates: "all" or "trained".
-            where: a filter by columns of ``table``; this and the next six are described at :meth:`recommend`.
+            where: a filter by columns of ``table``; this and the next seven are described at :meth:`recommend`.
             boost: numbers that are added to scores.
             popularity: the exponent of popularity.
             diversity: from 0 to 1.
             at_most: the most entities of a list that share a value of a column.
             min_score: leave out lower scores.
+            scores: "raw", "probability" or "percentile".
             table: a table of right entities for ``where``, ``boost`` and ``at_most``.
             right_features: new right entities to be ranked among the others: a table with the column of ids.
             device: where scores are made: "auto", "cpu" or "cuda".
@@ -493,6 +556,7 @@ class FittedModel:
         made = here._ranking(
             here.left.embeddings, left_out, allow, deny, candidates, here._paired, table,
             where=where, boost=boost, popularity=popularity, diversity=diversity, at_most=at_most, min_score=min_score,
+            scores=scores,
         )  # fmt: skip
         if not here.shards.single:
             check.fail("model", f"one that {here.shards.group.size} processes share", "a loaded model, in one process")
@@ -714,7 +778,7 @@ class FittedModel:
         return ranking(
             P, right.embeddings, exclude=union(*left_out) if left_out else None, allow=allowed, own=own,
             deny=np.concatenate(denied) if denied else None,
-            rules=make_rules(columns, lambda: self.popularity, len(right), **rules),
+            rules=make_rules(columns, lambda: self.popularity, len(right), probability=self.calibration, **rules),
         )  # fmt: skip
 
     @cached_property
@@ -971,6 +1035,8 @@ def _marks(ids: Ids, ranking: Ranking) -> dict[str, str | None]:
         "at_most": _digest(*(np.append(codes, most) for codes, most in rules.groups)) if rules.groups else None,
         "diversity": str(rules.diversity),
         "min_score": str(rules.min_score),
+        "scores": None if rules.scores == "raw" else rules.scores,
+        "calibration": None if rules.probability is None else _digest(np.array([rules.probability], object)),
     }
 
 

@@ -45,6 +45,7 @@ from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.model import defaults
+from gramtower.model.calibration import Calibration
 from gramtower.model.feature_spec import FeatureSpec, IdArray, TowerWidths
 from gramtower.model.fitted import FittedModel, Selection, pattern_of
 from gramtower.model.settings import REQUIRED, SETTINGS, ModelSettings
@@ -92,6 +93,7 @@ class Header:
     path: dict[str, Any] | None = None  # what was tried to choose penalties, or None; older files do not have it
     # of the columns of ids, left and right; older files do not have it
     names: list[str] = field(default_factory=lambda: ["left", "right"])
+    calibration: dict[str, Any] | None = None  # from scores to probabilities, or None; older files do not have it
 
 
 def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> None:
@@ -158,6 +160,7 @@ def read_model(
         history=[Record(**record) for record in header.history], reason=Reason[header.reason],
         path=None if header.path is None else Selection.from_plain("path", header.path),
         names=(header.names[0], header.names[1]),
+        calibration=None if header.calibration is None else Calibration(**header.calibration),
     )  # fmt: skip
 
 
@@ -187,6 +190,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
         inputs={side.name: side.inputs.to_plain() for side in sides},
         history=[vars(record) for record in fitted.history], reason=fitted.reason.name,
         path=None if fitted.path is None else fitted.path.to_plain(), names=list(fitted.names),
+        calibration=None if fitted.calibration is None else vars(fitted.calibration),
     )  # fmt: skip
     return header, arrays
 
@@ -264,6 +268,8 @@ def _checked_header(file: shards_file.Reader) -> Header:
         check.fail("history", "no record", "at least that of the start")
     for record in header.history:
         build("history", Record, record)
+    if header.calibration is not None:
+        build("calibration", Calibration, header.calibration).check()
     return header
 
 

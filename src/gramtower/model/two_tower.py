@@ -78,7 +78,8 @@ class TwoTower(ModelSettings):
         fitted_: what the last ``fit`` learned, a :class:`~gramtower.model.fitted.FittedModel`. Its fields are read
             as ``left_``, ``right_``, ``trained_``, ``seen_``, ``towers_``, ``shards_``, ``dim_``, ``hidden_``,
             ``normalize_``, ``refine_``, ``activation_``, ``omega_``, ``l2_``, ``embedding_l2_``, ``history_``,
-            ``reason_``, ``message_``, ``best_metric_`` and ``path_``, the settings tried on held-out data.
+            ``reason_``, ``message_``, ``best_metric_``, ``calibration_`` and ``path_``, the settings tried on held-out
+            data.
 
     Example:
         >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob", "eve"], ["tea", "milk", "tea", "milk"])
@@ -342,6 +343,47 @@ class TwoTower(ModelSettings):
         found = float(self.evaluate(pairs_of(X), (metric.name,), **described)[metric.name])
         return -found if metric.kind in LOWER_IS_BETTER else found
 
+    def calibrate(
+        self,
+        validation: PairsLike | None = None,
+        method: str = "auto",
+        *,
+        population: str = "all",
+        seed: int = 0,
+    ) -> TwoTower:
+        """Fit the function from scores to probabilities, for ``scores="probability"``; the model's file keeps it.
+
+        A probability is that of a pair which the model has not seen to be among the held-out pairs. Over all pairs
+        that the model has not seen, probabilities sum to about the number of held-out pairs (docs/how-to/scores.md).
+        Another ``fit`` or ``update`` removes it.
+
+        Args:
+            validation: held-out pairs, as for ``test`` of :meth:`evaluate`; those that the model has learned from do
+                not count. None for the validation pairs of ``fit``, which have chosen when it stopped.
+            method: "platt", a logistic function of the score; "isotonic", any increasing function, which needs more
+                held-out pairs; or "auto", which is isotonic from 1,000 held-out pairs on.
+            population: the left entities whose pairs are counted: "all" that the model knows, or those with
+                "held-out" pairs, if the others could not have any.
+            seed: of a sample of left entities, which stands for all where there are more than a hundred million pairs.
+        """
+        self.fitted_ = self._known().calibrated(validation, method, population, seed)
+        return self
+
+    def plot_reliability(self, test: PairsLike | None = None, bins: int = 10) -> Figure:
+        """A figure of :meth:`reliability`: how often pairs are held out, by the probability that the model gives them.
+
+        Args:
+            test: held-out pairs, as for :meth:`reliability`.
+            bins: number of bins.
+
+        Raises:
+            ImportError: without matplotlib, with the line that installs it.
+        """
+        from gramtower.experiments.figures import reliability_figure
+
+        found = self.reliability(test, bins)
+        return reliability_figure(found.probability, found.positives, found.pairs)
+
     def plot(self) -> Figure:
         """A figure of the training: objective, validation metric, and the path of penalties that were tried.
 
@@ -399,6 +441,7 @@ class TwoTower(ModelSettings):
     predict = _asked(FittedModel.predict)
     embed = _asked(FittedModel.embed)
     evaluate = _asked(FittedModel.evaluate)
+    reliability = _asked(FittedModel.reliability)
 
     left_ = _Learned(lambda fitted: fitted.left)
     right_ = _Learned(lambda fitted: fitted.right)
@@ -419,6 +462,7 @@ class TwoTower(ModelSettings):
     message_ = _Learned(lambda fitted: fitted.message)
     best_metric_ = _Learned(lambda fitted: fitted.best_metric)
     path_ = _Learned(lambda fitted: fitted.path)
+    calibration_ = _Learned(lambda fitted: fitted.calibration)
 
     def __repr__(self) -> str:
         settings = super().__repr__()

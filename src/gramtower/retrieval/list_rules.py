@@ -1,4 +1,4 @@
-"""Rules of lists besides scores: filters, numbers added to scores, quotas, diversity and a least score.
+"""Rules of lists besides scores: filters, numbers added to scores, quotas, diversity, a least score, other scores.
 
 Scores become s_ij = p_iᵀq_j + b_j with b_j = Σ_c boost_c x_jc + popularity · log(1 + n_j), where x_jc is the cell of
 column c (0 if missing) and n_j the number of training pairs of j. Quotas and diversity choose one entity after the
@@ -6,6 +6,8 @@ other from a pool of the best by s: the next is the free one with the highest (1
 among those chosen, where r is s brought to 0…1 within the pool; the maximum is 0 for the first. An entity is free while
 fewer than ``at_most`` chosen ones share a value with it. With diversity the pool has 10k entities. If quotas leave a
 list short, it is chosen from twice as many, until it is full or there are no more: without diversity it is exact.
+Lists return s; or its percentile 100 (c − h) / c, with h of the c candidates of the row above it; or the calibrated
+probability of p_iᵀq_j, without b. The least score is one of those that are returned.
 Cost beyond the ranking: one addition per score; for choices k · pool · dim per list.
 """
 
@@ -21,7 +23,9 @@ from gramtower._util import checks as check
 from gramtower.data.entity_table import EntityTable, Rows, TableError
 
 Numbers = NDArray[np.float32]
+Probability = Callable[[Numbers], NDArray[np.float64]]
 Boost = Mapping[str, float] | Sequence[float] | NDArray[np.generic]
+SCORES = ("raw", "probability", "percentile")
 _LARGEST = 1e30  # added to a score; far from the end of float32
 _POOL, _QUOTA_POOL = 10, 4  # entities of a pool for each place of a list, with diversity, and with only quotas
 
@@ -34,7 +38,9 @@ class Rules:
     added: Numbers | None = None  # b, added to the scores of each column
     groups: tuple[tuple[Rows, int], ...] = ()  # codes of values, columns × values of a cell, and how many may share one
     diversity: float = 0.0  # δ
-    min_score: float | None = None  # least s
+    min_score: float | None = None  # least score, of those that are returned
+    scores: str = "raw"  # what is returned, of SCORES
+    probability: Probability | None = None  # of p_iᵀq_j
 
     def take(self, columns: Rows) -> Rules:
         """The rules for some of the columns."""
@@ -74,7 +80,23 @@ class Rules:
         return chosen
 
 
+def percentiles(values: Numbers, candidates: Rows) -> NDArray[np.float64]:
+    """100 (c − h) / c of the best scores of rows that have c candidates each, in decreasing order."""
+    places = np.broadcast_to(np.arange(values.shape[1]), values.shape)
+    same = np.pad(values[:, 1:] == values[:, :-1], ((0, 0), (1, 0)))  # equal scores have the place of the first
+    higher = np.maximum.accumulate(np.where(same, 0, places), 1)
+    return np.asarray(100.0 * (candidates[:, None] - higher) / np.maximum(candidates, 1)[:, None])
+
+
 NO_RULES = Rules()
+
+
+def need_calibration(probability: Probability | None) -> Probability:
+    """The calibration of a model, refused if it has none."""
+    if probability is None:
+        expected = "a calibrated one: call model.calibrate(held_out_pairs), or gramtower calibrate RUN"
+        check.fail("scores", "'probability' of a model that is not calibrated", expected)
+    return probability
 
 
 def make_rules(
@@ -87,12 +109,18 @@ def make_rules(
     diversity: float = 0.0,
     at_most: Mapping[str, int] | None = None,
     min_score: float | None = None,
+    scores: str = "raw",
+    probability: Probability | None = None,
 ) -> Rules:
-    """Check the arguments of ``recommend`` for ``count`` right entities, whose table and pairs are read if needed."""
+    """Check the arguments of ``recommend`` for ``count`` right entities, whose table and pairs are read if needed.
+
+    ``probability`` is the calibration of the model, None if it has none.
+    """
     popularity, diversity = check.number("popularity", popularity), check.number("diversity", diversity, minimum=0)
     if diversity > 1:
         check.fail("diversity", diversity, "a number from 0 to 1")
     least = None if min_score is None else check.number("min_score", min_score)
+    calibrated = need_calibration(probability) if check.choice("scores", scores, SCORES) == "probability" else None
     added = np.zeros(count)
     if isinstance(boost, Mapping):
         for column, weight in boost.items():
@@ -113,6 +141,9 @@ def make_rules(
             added += popularity * np.log1p(counts())
     if not (np.abs(added) < _LARGEST).all():
         check.fail("boost, popularity", "numbers that overflow", f"sums below {_LARGEST:g}")
+    if calibrated is not None and least is not None and added.any():
+        expected = "no boost and popularity with a least probability, as the most probable need not be the best then"
+        check.fail("min_score", least, expected)
     if at_most is not None and not isinstance(at_most, Mapping):
         check.fail("at_most", type(at_most).__name__, 'a mapping such as {"category": 3}')
     quotas = {column: check.count(f"at_most[{column}]", most) for column, most in (at_most or {}).items()}
@@ -122,4 +153,6 @@ def make_rules(
         tuple((table().codes(column, "at_most"), most) for column, most in quotas.items()),
         diversity,
         least,
+        scores,
+        calibrated,
     )

@@ -30,7 +30,7 @@ from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.host import pool
 from gramtower.data.matrices import SparseMatrix, canonical, without
-from gramtower.retrieval.list_rules import NO_RULES, Rules
+from gramtower.retrieval.list_rules import NO_RULES, Rules, percentiles
 
 _GATHERED = 1 << 22  # numbers gathered at a time
 _COPY = 4  # time to copy a row of Q, in products with it
@@ -366,9 +366,11 @@ class Ranking(NamedTuple):
         """Lists of candidates, chosen from the ``pool`` best of each row, or from more where they stay short."""
         rules, pool = self.rules, min(pool, len(self.Q))
         for start, stop, columns, values in self._best(pool, block_bytes, loaded):
+            shown = self._shown(start, stop, columns, values)
             if rules.min_score is not None:
-                low = values < np.float64(rules.min_score)
-                columns, values = np.where(low, -1, columns), np.where(low, np.float32(-np.inf), values)
+                low = shown < np.float64(rules.min_score)
+                columns = np.where(low, -1, columns)
+                values, shown = (np.where(low, np.float32(-np.inf), one) for one in (values, shown))
             if rules.diversity or rules.groups:
                 found, scores = np.full((stop - start, k), -1), np.full((stop - start, k), -np.inf, np.float32)
                 step = max(1, _GATHERED // (pool * self.Q.shape[1]))
@@ -377,14 +379,41 @@ class Ranking(NamedTuple):
                     units = self._units(columns[part]) if rules.diversity else None
                     places = rules.choose(columns[part], values[part], k, units)
                     found[part] = np.where(places >= 0, np.take_along_axis(columns[part], places, 1), -1)
-                    scores[part] = np.where(places >= 0, np.take_along_axis(values[part], places, 1), -np.inf)
+                    scores[part] = np.where(places >= 0, np.take_along_axis(shown[part], places, 1), -np.inf)
                 short = np.flatnonzero((found[:, -1] < 0) & (columns[:, -1] >= 0))
                 if len(short) and pool < len(self.Q):
                     again = self.rows(start + short)
                     for a, b, more, better in again._ruled(k, 2 * pool, block_bytes, loaded):
                         found[short[a:b]], scores[short[a:b]] = more, better
-                columns, values = found, scores
-            yield start, stop, columns, values
+                columns, shown = found, scores
+            yield start, stop, columns, shown.astype(np.float32, copy=False)
+
+    def _shown(
+        self, start: int, stop: int, columns: NDArray[np.int64], values: NDArray[np.float32]
+    ) -> NDArray[np.floating]:
+        """The scores to return for the best columns of some rows, whose scores are in decreasing order."""
+        rules = self.rules
+        if rules.scores == "raw":
+            return values
+        if rules.probability is not None:
+            raw = values if rules.added is None else _pair_scores(self.P[start:stop], self.Q, columns)
+            found = rules.probability(raw)
+        else:
+            found = percentiles(values, self._candidates(start, stop))
+        return np.where(columns >= 0, found, -np.inf)
+
+    def _candidates(self, start: int, stop: int) -> NDArray[np.int64]:
+        """How many candidates some rows have."""
+        if self.own is not None:
+            return np.asarray(np.diff(self.own.indptr[start : stop + 1]), np.int64)
+        there = np.ones(len(self.Q), np.int64)
+        there[[] if self.deny is None else self.deny] = 0
+        count = np.full(stop - start, there.sum())
+        if self.exclude is not None:
+            ends = self.exclude.indptr[start : stop + 1]
+            left_out = np.append(0, np.cumsum(there[self.exclude.indices[ends[0] : ends[-1]]]))
+            count -= np.diff(left_out[ends - ends[0]])
+        return count
 
     def _best(self, k: int, block_bytes: int | str | None, loaded: bool) -> Iterator[Lists]:
         added = None if self.rules.added is None else torch.from_numpy(self.rules.added).to(self.Q.device)
@@ -429,15 +458,21 @@ def best_of(
     """The k best of some candidates of each row, rows × candidates with −1 for none; empty places as in top_k."""
     if (missing := k - candidates.shape[1]) > 0:
         candidates = np.pad(candidates, ((0, 0), (0, missing)), constant_values=-1)
-    scores, step = np.empty(candidates.shape, np.float32), max(1, _GATHERED // max(1, candidates.shape[1] * Q.shape[1]))
-    for start in range(0, len(P), step):
-        part = slice(start, start + step)
-        columns = torch.from_numpy(np.maximum(candidates[part], 0)).to(Q.device)
-        found = torch.einsum("rd,rcd->rc", P[part], Q[columns]).float()
-        scores[part] = (found if added is None else found + added[columns]).cpu().numpy()
-    scores[candidates < 0] = -np.inf
+    scores = _pair_scores(P, Q, candidates, added)
     order = np.lexsort((candidates, -scores), axis=1)[:, :k]
     return np.take_along_axis(candidates, order, 1), np.take_along_axis(scores, order, 1)
+
+
+def _pair_scores(P: Tensor, Q: Tensor, columns: NDArray[np.int64], added: Tensor | None = None) -> NDArray[np.float32]:
+    """The scores of some columns of each row, −inf for column −1."""
+    scores, step = np.empty(columns.shape, np.float32), max(1, _GATHERED // max(1, columns.shape[1] * Q.shape[1]))
+    for start in range(0, len(P), step):
+        part = slice(start, start + step)
+        chosen = torch.from_numpy(np.maximum(columns[part], 0)).to(Q.device)
+        found = torch.einsum("rd,rcd->rc", P[part], Q[chosen]).float()
+        scores[part] = (found if added is None else found + added[chosen]).cpu().numpy()
+    scores[columns < 0] = -np.inf
+    return scores
 
 
 def ranking(

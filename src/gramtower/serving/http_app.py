@@ -30,7 +30,7 @@ from gramtower.serving.served_models import Gauge, Metrics, Models
 from gramtower.serving.snapshot import Histories, NewFeatures, Snapshot
 from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
 
-_RULES = {"where", "boost", "popularity", "diversity", "at_most", "min_score"}
+_RULES = {"where", "boost", "popularity", "diversity", "at_most", "min_score", "scores"}
 _CHUNK = 64  # lists in one piece of a streamed answer
 _HISTORY = 200  # pairs of an entity that are shown
 _RECORDS = 400  # points of a curve
@@ -127,7 +127,8 @@ class Service:
             raise Refused(422, f"left, right: got {given}, expected equal numbers")
         within("left", len(asked.left), self.limits.ids, "pairs")
         return await self._call(
-            lambda: {"model": snapshot.name, "scores": snapshot.score(asked.left, asked.right)}, len(asked.left)
+            lambda: {"model": snapshot.name, "scores": snapshot.score(asked.left, asked.right, asked.scores)},
+            len(asked.left),
         )
 
     async def _embed(self, asked: bodies.Embed, snapshot: Snapshot) -> Response:
@@ -412,6 +413,7 @@ def summary(snapshot: Snapshot) -> dict[str, object]:
         "names": dict(zip(("left", "right"), snapshot.model.fitted_.names, strict=True)),
         "pairs": int(snapshot.model.trained_.nnz),
         "dim": int(snapshot.left.embeddings.shape[1]),
+        "calibrated": snapshot.model.calibration_ is not None,
         "histories": snapshot.takes_histories,
         "index": facts and {name: getattr(facts, name) for name in ("kind", "k", "recall", "bytes")},
         "tables": {

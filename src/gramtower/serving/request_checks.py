@@ -103,6 +103,9 @@ class Recommend(Body):
         None, description="For columns of the right table: how many of a list may share a value."
     )
     min_score: float | None = Field(None, description="Leave out lower scores.")
+    scores: Literal["raw", "probability", "percentile"] = Field(
+        "raw", description="What is returned as scores; probability needs a calibrated model."
+    )
     left_features: Features | None = Field(
         None, description="Features of new left entities: rows as objects, columns as lists, or rows of numbers."
     )
@@ -127,6 +130,7 @@ class Score(Body):
 
     left: list[Id]
     right: list[Id]
+    scores: Literal["raw", "probability"] = Field("raw", description="Probability needs a calibrated model.")
 
 
 class Embed(Body):

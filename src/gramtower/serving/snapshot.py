@@ -204,12 +204,13 @@ class Snapshot:
         """The neighbours of several queries of one side."""
         return best_lists(queries, self.unit(side))
 
-    def score(self, left: Sequence[Key], right: Sequence[Key]) -> list[float]:
-        """Scores p_iᵀq_j, element by element."""
+    def score(self, left: Sequence[Key], right: Sequence[Key], scores: str = "raw") -> list[float]:
+        """Scores p_iᵀq_j or their probabilities, element by element."""
+        probability = self._rules({"scores": scores}).probability
         P = self.left.embeddings[torch.from_numpy(self.left.rows(left))]
         Q = self.right.embeddings[torch.from_numpy(self.right.rows(right))]
-        scores: list[float] = (P * Q).sum(1).tolist()
-        return scores
+        found = (P * Q).sum(1).numpy()
+        return (found if probability is None else probability(found)).tolist()  # type: ignore[no-any-return]
 
     def embed(self, side: str, ids: Sequence[Key] | None, features: NewFeatures, histories: Histories) -> Tensor:
         """Embeddings of known ids or of new entities."""
@@ -277,7 +278,10 @@ class Snapshot:
             return self.right.table
 
         try:
-            return make_rules(columns, lambda: self.model.fitted_.popularity, len(self.right), **given)
+            fitted = self.model.fitted_
+            return make_rules(
+                columns, lambda: fitted.popularity, len(self.right), probability=fitted.calibration, **given
+            )
         except ValueError as error:
             raise Refused(422, " ".join(str(error).split())[:500]) from error
 
