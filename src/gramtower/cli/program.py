@@ -91,7 +91,7 @@ COMMANDS = {
     "split": ("data_commands", "Split pairs into training and test files."),
     "partition": (
         "data_commands",
-        "Split pairs by left entity into parts of similar size, for a fit by several processes.",
+        "Write pairs as Parquet parts, each left entity in one part, for a fit by several processes.",
     ),
     "evaluate": ("query", "Measure the ranking of held-out pairs."),
     "cross-validate": (
