@@ -45,7 +45,7 @@ from gramtower.model.feature_spec import (
 from gramtower.model.settings import ModelSettings
 
 FitPairs: TypeAlias = Interactions | Shard | SparseMatrix
-Validation: TypeAlias = PairsLike | Shard | float | None  # pairs, or a share of those to learn from
+Validation: TypeAlias = PairsLike | float | None  # pairs, or a share of those to learn from
 Numbered = tuple[int | None, int | None]  # see Interactions.numbered
 
 
