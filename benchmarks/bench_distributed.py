@@ -1,17 +1,20 @@
-"""Several processes against one. `python benchmarks/bench_distributed.py [time|memory|model|all|predict]`.
+"""Several processes against one. `python benchmarks/bench_distributed.py [time|memory|model|all|same|shares|predict]`.
 
 time     ml10m shape: one gradient and one G·d in two processes on two cores against one process on one core, one thread
          for each process, by turns
 memory   netflix shape: peak memory of reading, evaluating, one gradient and one G·d, per process, four against one
 model    the cost model of docs/scale.md, in CPU seconds of a process for one G·d: constants from one process on two
          shapes, predictions for two processes and for a third shape against measurements
+same     objective and metrics of a fit of the bundled npm packages by 1, 2 and 4 processes: differences from the fit of
+         one table in one process. Nothing is timed
+shares   peak memory of each of two processes that read a folder of --pairs generated pairs, over the bytes of its share
 predict  what measured constants say of one G·d on 1 to 64 GPUs; nothing is timed. One G·d takes a process
          T = c_pair · pairs / N + c_row · entities / N + bytes / bandwidth + 3 · latency. c_pair and c_row follow from
          the measured G·d of the ml10m and netflix shapes on one H200 (results/gpu.json: towers 256-256 → 128, tf32).
          The bytes are those of docs/scale.md, asserted in tests/test_distributed.py. Bandwidth and latency of
          collectives are assumed, and so are even shares, and that nothing overlaps. Prints the tables of docs/scale.md.
 
-The first three print the ratio and the bound they are held to, and write the section distributed-<name> of
+All but the last print the ratio and the bound they are held to, and write the section distributed-<name> of
 benchmarks/results/scale.json.
 """
 
@@ -33,7 +36,9 @@ import torch
 from common import read_result, write_result
 
 import gramtower as gt
-from gramtower.data.datasets import PAPER_SHAPES, planted_pairs
+from gramtower._util.files import replacing_folder
+from gramtower.data.datasets import PAPER_SHAPES, packages, planted_pairs
+from gramtower.data.splits import per_user
 from gramtower.distributed.group import current_group
 from gramtower.distributed.partition import read_part, write_partition
 
@@ -44,6 +49,12 @@ PREDICTED = {
     "10 M x 1 M, 300 M pairs": (10_000_000, 1_000_000, 300_000_000),
     "100 M x 10 M, 10 G pairs": (100_000_000, 10_000_000, 10_000_000_000),
 }
+FITS = {
+    "linear": {"hidden": (), "select": False, "optimizer_options": {"sweeps": 0}},
+    "hidden layer of 256": {"hidden": (256,), "select": False},
+    "defaults": {},  # one process moves one side at a time first, and the penalty is chosen by held-out pairs
+}
+METRICS = ("recall@20", "ndcg@20", "map@5")
 SHARED = 200_000  # numbers of shared layers
 PROCESSES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -51,7 +62,7 @@ PROCESSES = (1, 2, 4, 8, 16, 32, 64)
 def make_folder(shape: str, place: Path, parts: int = 16, planted: bool = True) -> Path:
     """The pairs of a shape as a folder of parts, made once; ``planted=False`` is faster and has no structure."""
     folder = place / (shape if planted else f"{shape}-random")
-    if not (folder / "manifest.json").exists():
+    if not folder.exists():
         pairs = planted_pairs(*SHAPES[shape], groups=64) if planted else random_pairs(*SHAPES[shape])
         write_partition(gt.Interactions.from_matrix(pairs), folder, parts)
     return folder
@@ -107,8 +118,13 @@ def child(folder: Path, what: str, repeats: int) -> None:
     if size > 1:
         torch.distributed.init_process_group("gloo", init_method=os.environ["STORE"], rank=rank, world_size=size)
     group = current_group()
+    if what in ("same", "shares"):
+        print(json.dumps((_fit_share if what == "same" else _read_share)(folder)))
+        if size > 1:
+            torch.distributed.destroy_process_group()
+        return
     before = _status("VmRSS")
-    part = read_part(folder, group)
+    part = read_part(folder, group=group)
     shards = None if group.size == 1 else part.shards
     problem = gt.Problem(part.matrix, omega=2.0**-8, l2=1.0, shards=shards, memory_budget="10GB")
     towers = gt.mlp_towers(problem, HIDDEN, DIM)
@@ -135,6 +151,99 @@ def child(folder: Path, what: str, repeats: int) -> None:
     print(json.dumps(answer))
     if size > 1:
         torch.distributed.destroy_process_group()
+
+
+def _fit_share(folder: Path) -> dict:
+    """Fit and evaluate the share of this process; "whole" instead of "parts" fits one table."""
+    test = gt.Interactions.from_parquet(folder.parent / "test.parquet", 0, 1)
+    found = {}
+    for name, settings in FITS.items():
+        whole = folder.name == "whole"
+        pairs = gt.Interactions.from_parquet(folder.parent / "parts", 0, 1) if whole else read_part(folder)
+        model = gt.TwoTower(dim=64, device="cpu", max_iterations=15, seed=1, verbose=False, **settings)
+        model.fit(pairs, validation=0.1)
+        kept = next(record for record in model.history_ if record.metric == model.best_metric_)
+        scores = {key: float(value) for key, value in model.evaluate(test, METRICS).items()}
+        found[name] = {
+            "objective": kept.value, "validation": model.best_metric_, "iterations": model.history_[-1].iteration,
+            "l2": model.embedding_l2_, **scores,
+        }  # fmt: skip
+    return found
+
+
+def measure_same(place: Path) -> None:
+    """Fit the same pairs as one table and in 1, 2 and 4 processes."""
+    split = per_user(packages(), 0.2, seed=0)
+    write_partition(split.train, place / "parts", 8)
+    write_partition(split.test, place / "test", 1)
+    (place / "test/part-00000.parquet").replace(place / "test.parquet")
+    found = {"one table": run_processes(1, place / "whole", "same", 0)[0]}
+    for size in (1, 2, 4):
+        answers = run_processes(size, place / "parts", "same", 0)
+        if any(answer != answers[0] for answer in answers):
+            raise SystemExit("processes differ")
+        found[f"{size}"] = answers[0]
+    worst = {}
+    for name in found["one table"]:
+        print(name)
+        for size, answer in found.items():
+            numbers = answer[name]
+            print(f"  {size:>9}: " + ", ".join(f"{key} {value:.8g}" for key, value in numbers.items()))
+        whole = found["one table"][name]
+        keys = ("objective", *METRICS)
+        worst[name] = {key: max(abs(one[name][key] / whole[key] - 1) for one in found.values()) for key in keys}
+        print(f"  largest relative difference: objective {worst[name]['objective']:.1e} (<= 1e-6), ", end="")
+        print(", ".join(f"{key} {worst[name][key]:.1e}" for key in METRICS))
+    write_result("scale/distributed-same", {"data": "npm packages", "found": found, "differences": worst})
+
+
+def make_shares(place: Path, pairs: int) -> Path:
+    """A folder of generated pairs in parts of about a million, made part by part: whole-number ids, 30 pairs each."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder, parts = place / f"shares-{pairs}", max(4, pairs // 1_000_000)
+    users, items = pairs // 30 // parts, max(1000, pairs // 300)
+    if folder.exists():
+        return folder
+    with replacing_folder(folder) as partial:
+        for part in range(parts):
+            rng = np.random.default_rng([0, part])
+            rows = {
+                "user": rng.integers(part * users, (part + 1) * users, size=pairs // parts),
+                "item": (items * rng.random(pairs // parts) ** 2).astype(np.int64),
+            }
+            pq.write_table(pa.table(rows), partial / f"part-{part:05d}.parquet")
+    return folder
+
+
+def _read_share(folder: Path) -> dict:
+    """Peak memory of reading, after a folder of a few pairs was read: libraries are loaded, and code is compiled."""
+    read_part(folder.parent / "few")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = _status("VmRSS")
+    part = read_part(folder)
+    peak, matrix = _status("VmHWM"), part.matrix
+    ids = part.left_ids.nbytes + part.right_ids.nbytes
+    share = matrix.data.nbytes + matrix.indices.nbytes + matrix.indptr.nbytes + ids
+    return {"before": before, "peak": peak, "after": _status("VmRSS"), "share": share, "pairs": int(matrix.nnz)}
+
+
+def measure_shares(place: Path, pairs: int) -> None:
+    """Peak memory of two processes that read a folder."""
+    folder = make_shares(place, pairs)
+    write_partition(gt.Interactions.from_matrix(random_pairs(200, 100, 1000)), place / "few", 4)
+    answers = run_processes(2, folder, "shares", 0)
+    ratio = max((answer["peak"] - answer["before"]) / answer["share"] for answer in answers)
+    for rank, answer in enumerate(answers):
+        print(
+            f"process {rank}: {answer['pairs']:,} pairs, a share of {answer['share'] / 1e9:.3f} GB; peak "
+            f"{answer['peak'] / 1e9:.3f} GB, of which {answer['before'] / 1e9:.3f} GB before reading"
+        )
+    print(f"largest growth over the share: {ratio:.2f} (<= 1.3 from 300 M pairs on)")
+    write_result(
+        f"scale/distributed-shares-{pairs // 1_000_000}M", {"pairs": pairs, "processes": answers, "ratio": ratio}
+    )
 
 
 def _gather_seconds(problem: gt.Problem, point) -> float:
@@ -276,10 +385,14 @@ def _status(key: str) -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", nargs="?", default="all", choices=["time", "memory", "model", "all", "predict", "child"]
+        "what",
+        nargs="?",
+        default="all",
+        choices=["time", "memory", "model", "all", "same", "shares", "predict", "child"],
     )
     parser.add_argument("--place", type=Path, help="folder to keep the generated data in; otherwise a temporary one")
     parser.add_argument("--shape", default="netflix", choices=list(PAPER_SHAPES), help="for memory")
+    parser.add_argument("--pairs", type=int, default=300_000_000, help="for shares")
     parser.add_argument("--inside", type=float, default=200.0, help="GB/s of a GPU within a host of eight, for predict")
     parser.add_argument("--between", type=float, default=40.0, help="GB/s of a GPU between hosts, for predict")
     parser.add_argument("--latency", type=float, default=50.0, help="microseconds of a collective, for predict")
@@ -300,3 +413,7 @@ if __name__ == "__main__":
                 measure_memory(place, arguments.shape)
             if arguments.what in ("model", "all"):
                 measure_model(place)
+            if arguments.what == "same":
+                measure_same(place)
+            if arguments.what == "shares":
+                measure_shares(place, arguments.pairs)

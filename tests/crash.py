@@ -37,7 +37,6 @@ import gramtower as gt
 from gramtower._util.tensors import TensorFile
 from gramtower.cli.program import run
 from gramtower.data import list_files
-from gramtower.distributed.group import SINGLE
 from gramtower.distributed.partition import read_part
 from gramtower.distributed.shard_files import Reader
 from gramtower.experiments import comparison as runner
@@ -216,8 +215,9 @@ def split_whole(folder: Path) -> None:
 
 
 def partition_whole(folder: Path) -> None:
-    if (folder / "out/manifest.json").exists():
-        read_part(folder / "out", SINGLE).right_ids()
+    if (folder / "out").exists():
+        assert len(list((folder / "out").iterdir())) == 5, "a part is missing"
+        read_part(folder / "out")
 
 
 def export_whole(data: Path, to: str) -> Callable[[Path], None]:
@@ -257,14 +257,14 @@ def contents(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 def partition_result(folder: Path) -> Any:
     """What one process reads of a partition, and how many files there are: none of an earlier try."""
-    part = read_part(folder / "out", SINGLE)
+    part = read_part(folder / "out")
     matrix = part.matrix
     return (
         matrix.shape,
         matrix.indptr.tolist(),
         matrix.indices.tolist(),
         list(map(str, part.left_ids)),
-        list(map(str, part.right_ids())),
+        list(map(str, part.right_ids)),
         len(list((folder / "out").iterdir())),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import own_step
 import scipy.sparse as sp
@@ -215,7 +217,7 @@ def estimator_fit(folder, partition):
             weights["imputed"] = np.linspace(-1, 0, 80).reshape(40, 2), np.linspace(0, 1, 60).reshape(30, 2)
         model = gt.TwoTower(dim=4, hidden=(8,), max_iterations=4, device="cpu", metric="recall@5", **weights)
         if kind == "parts":
-            model.fit(read_part(partition, group()))
+            model.fit(read_part(partition, weight="weight"), validation=split.test)
         else:
             model.fit(split.train, *seen[kind], validation=split.test)
         metrics = ("map@5", "recall@5", "ndcg@5", "auc", "coverage@5")
@@ -295,9 +297,47 @@ def selected_fit(folder, partition):
     """The penalty that held-out pairs choose: of whole data, and of a folder of parts."""
     from gramtower.distributed.partition import read_part
 
-    pairs = planted_pairs(300, 120, 2400, groups=3, affinity=0.6, skew=0.3, seed=0)
-    given = {"whole": pairs, "parts": read_part(partition, group())}
+    given = {"whole": gt.Interactions.from_parquet(partition, 0, 1), "parts": read_part(partition)}
     return {
         name: gt.TwoTower(dim=16, device="cpu", optimizer_options={"sweeps": 0}).fit(data).embedding_l2_
         for name, data in given.items()
     }
+
+
+def shares_of(folder, *partitions):
+    """What this process reads of folders of parts, or why it cannot."""
+    return [share_of(folder, partition, "user", "item") for partition in partitions]
+
+
+def share_of(folder, partition, *columns):
+    """What this process reads of a folder of parts, or why it cannot."""
+    from gramtower.distributed.partition import read_part
+
+    try:
+        part = read_part(partition, *columns)
+    except (ValueError, OSError) as error:
+        return {"error": str(error)}
+    return {
+        "pairs": {str(key): part.right_ids[part.matrix[row].indices].tolist() for row, key in enumerate(part.left_ids)},
+        "left": part.left_ids.tolist(),
+        "right": part.right_ids.tolist(),
+        "shape": part.shape,
+        "report": part.report,
+        "one_set": part.one_set,
+    }
+
+
+def fits_of_shares(folder, *partitions):
+    """Fit folders of parts, of which each process reads a share; in one process, as one table."""
+    return [fit_of_shares(folder, partition, "user", "item") for partition in partitions]
+
+
+def fit_of_shares(folder, partition, *columns):
+    """Fit one of them."""
+    from gramtower.distributed.partition import read_part
+
+    pairs = (gt.Interactions.from_parquet if group().size == 1 else read_part)(partition, *columns)
+    model = gt.TwoTower(dim=4, hidden=(6,), max_iterations=6, device="cpu", metric="recall@5", select=False)
+    model.fit(pairs, validation=0.2)
+    model.save(folder / f"{Path(partition).name}.gramtower")
+    return {"values": [record.value for record in model.history_], "best": model.best_metric_}

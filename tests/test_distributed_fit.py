@@ -46,7 +46,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
 
 def test_the_estimator_learns_evaluates_and_saves_the_same_model(tmp_path):
     split = random_pairs(shared_fits.interactions(str), 0.2, seed=0)  # whose text joins the numbers of the whole data
-    write_partition(split.train, tmp_path / "parts", 5, split.test, row_work=3.0)
+    write_partition(split.train, tmp_path / "parts", 5)
     (tmp_path / "alone").mkdir()
     alone = shared_fits.estimator_fit(tmp_path / "alone", tmp_path / "parts")
     many = run_group("shared_fits:estimator_fit", 3, tmp_path / "many", tmp_path / "parts")
@@ -75,6 +75,7 @@ def test_the_estimator_learns_evaluates_and_saves_the_same_model(tmp_path):
     np.testing.assert_allclose(saved, one, atol=2e-3)
 
 
+COLUMNS = ["--left", "left", "--right", "right", "--weight", "weight"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -84,7 +85,7 @@ def test_torchrun_fits_a_partition_and_restarts_from_the_checkpoint_when_a_proce
     path = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
     program = tmp_path / "program.py"  # an end of the interpreter that aborts, as gloo's threads make it now and then
     program.write_text("import atexit, os\natexit.register(os.abort)\nfrom gramtower.cli import main\nmain()\n")
-    fit = [str(program), "fit", str(tmp_path / "parts"), "--dim", "3", "--hidden", "4", "--device", "cpu"]
+    fit = [str(program), "fit", str(tmp_path / "parts"), *COLUMNS, "--dim", "3", "--hidden", "4", "--device", "cpu"]
     run = [*fit, "--optimizer", "gd", "--max-iterations", "120", "--out", str(tmp_path / "run")]
     history = tmp_path / "run" / "history.jsonl"
     with subprocess.Popen(
@@ -106,7 +107,7 @@ def test_torchrun_fits_a_partition_and_restarts_from_the_checkpoint_when_a_proce
     records = gt.read_history(history)
     assert [record.iteration for record in records] == list(range(121))
     alone = gt.TwoTower(dim=3, hidden=(4,), device="cpu", optimizer="gd", max_iterations=120)
-    alone.fit(read_part(tmp_path / "parts"))
+    alone.fit(read_part(tmp_path / "parts", weight="weight"))
     values, expected = ([record.value for record in h] for h in (records, alone.history_))
     assert values[:41] == pytest.approx(expected[:41], rel=1e-5)
     # later a line search may halve a step once more: float32 is rounded otherwise in two processes

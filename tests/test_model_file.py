@@ -16,7 +16,6 @@ import gramtower as gt
 from gramtower._util import tensors as _tensors
 from gramtower._util.tensors import TensorFile
 from gramtower.data.tables import FeatureTable
-from gramtower.distributed.group import current_group
 from gramtower.distributed.partition import read_part, write_partition
 from gramtower.engine.towers.mlp import mlp_shapes
 from gramtower.model import model_file
@@ -70,7 +69,7 @@ def test_a_model_keeps_what_the_data_calls_its_entities(tmp_path):
     again.update(gt.Interactions.from_arrays(["cay"], ["jam"]))  # columns without names
     assert again.fitted_.names == ("buyer", "good")
     write_partition(bought, tmp_path / "parts", 1)
-    assert model.fit(read_part(tmp_path / "parts", current_group())).fitted_.names == ("buyer", "good")
+    assert model.fit(read_part(tmp_path / "parts")).fitted_.names == ("buyer", "good")
     assert model.fit(bought.matrix).fitted_.names == ("left", "right")
     older = rewritten(tmp_path / "m", tmp_path / "older", lambda header, tensors: header.pop("names"))
     assert gt.load(older).fitted_.names == ("left", "right")

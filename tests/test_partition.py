@@ -1,176 +1,305 @@
-"""Folders of parts: what was written comes back, and the command line fits from them as from a file."""
+"""Folders of Parquet parts: engines write them, processes share them, and the fit is that of one table."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import zlib
+import os
+import re
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import shared_fits
-import torch
+from processes import HERE, run_group
 
-from gramtower._util import tensors as _tensors
-from gramtower._util.tensors import TensorFile
-from gramtower.data.splits import random_pairs
+import gramtower as gt
 from gramtower.distributed.partition import read_part, write_partition
+
+pl = pytest.importorskip("polars", reason="partitions are tables")
+pa = pytest.importorskip("pyarrow", reason="Parquet is read by pyarrow")
+
+
+def table(user="u{:02d}".format):
+    """Pairs in no order, with a weight and with rows that repeat a pair."""
+    pairs = shared_fits.interactions(user)
+    coo = pairs.matrix.tocoo()
+    left, right = pairs.left_ids[coo.row].tolist(), pairs.right_ids[coo.col].tolist()
+    rows = pl.DataFrame({"item": right, "user": left, "weight": pairs.weights})
+    return pl.concat([rows, rows[:20]]).sample(fraction=1.0, shuffle=True, seed=1)
+
+
+def by_polars(rows, folder):
+    """Folders key=value, by a hash."""
+    rows.with_columns(part=pl.col("user").hash() % 5).write_parquet(folder, partition_by="part")
+
+
+def by_polars_ranges(rows, folder):
+    """Plain files with a range of left ids each."""
+    folder.mkdir()
+    for number, part in enumerate(rows.sort("user").partition_by("user", maintain_order=True)):
+        part.write_parquet(folder / f"{number % 7}-{number}.parquet")
+
+
+def by_polars_sink(rows, folder):
+    """A stream to folders of several files each."""
+    if not hasattr(pl, "PartitionBy"):
+        pytest.skip("this version of polars has no PartitionBy")
+    keyed = rows.lazy().with_columns(part=pl.col("user").hash() % 5)
+    keyed.sink_parquet(pl.PartitionBy(folder, key="part", max_rows_per_file=20), mkdir=True)
+
+
+def by_duckdb(rows, folder):
+    duckdb = pytest.importorskip("duckdb", reason="DuckDB writes this folder")
+    query = 'SELECT *, hash("user") % 5 AS part FROM rows'
+    duckdb.sql(f"COPY ({query}) TO '{folder}' (FORMAT parquet, PARTITION_BY (part))")
+
+
+def by_spark(rows, folder):
+    sql = pytest.importorskip("pyspark.sql", reason="Spark writes this folder")
+    if shutil.which("java") is None and "JAVA_HOME" not in os.environ:
+        pytest.skip("Spark needs Java")
+    settings = {"spark.ui.enabled": "false", "spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    builder = sql.SparkSession.builder.master("local[1]")
+    session = builder.config(map=settings).getOrCreate()
+    try:
+        frame = session.createDataFrame(rows.rows(), rows.columns)
+        frame.repartition(6, "user").write.parquet(str(folder))
+    finally:
+        session.stop()
+    assert (folder / "_SUCCESS").exists()  # and .crc files, which are left out
+
+
+def test_engines_write_folders_that_processes_fit_like_one_table(tmp_path):
+    folders = []
+    for write in (by_polars, by_polars_sink, by_duckdb):
+        with contextlib.suppress(pytest.skip.Exception):
+            write(table(), tmp_path / write.__name__)
+            folders.append(tmp_path / write.__name__)
+    assert_same_fits(tmp_path, folders, (2, 3))
+
+
+def test_spark_writes_folders_that_processes_fit_like_one_table(tmp_path):
+    by_spark(table(), tmp_path / "spark")
+    assert_same_fits(tmp_path, [tmp_path / "spark"], (2,))
+
+
+def assert_same_fits(tmp_path, folders, sizes):
+    for size in sizes:
+        many = run_group("shared_fits:fits_of_shares", size, tmp_path / f"{size}", *folders)
+        assert all(found == many[0] for found in many)
+        for parts, fitted in zip(folders, many[0], strict=True):
+            whole = gt.Interactions.from_parquet(parts, "user", "item")
+            coo = whole.matrix.tocoo()
+            read = zip(whole.left_ids[coo.row].tolist(), whole.right_ids[coo.col].tolist(), strict=True)
+            assert sorted(read) == sorted(table().select("user", "item").unique().rows())
+            one = shared_fits.fit_of_shares(tmp_path, parts, "user", "item")
+            assert fitted["values"] == pytest.approx(one["values"], rel=1e-6)
+            assert fitted["best"] == one["best"]
+            alone, found = (gt.load(place / f"{parts.name}.gramtower") for place in (tmp_path, tmp_path / f"{size}"))
+            for side in ("left", "right"):
+                assert getattr(found, f"{side}_").ids.tolist() == getattr(alone, f"{side}_").ids.tolist()
+                np.testing.assert_allclose(found.embed(side=side), alone.embed(side=side), atol=1e-4)
+            assert found.recommend(["u03", "u17"], k=3)[0].tolist() == alone.recommend(["u03", "u17"], k=3)[0].tolist()
+            assert (found.seen_ != alone.seen_).nnz == 0
+
+
+def of_one_set(folder):
+    rng = np.random.default_rng(0)
+    rows = {(f"p{a}", f"p{b}") for a, b in rng.integers(60, size=(1500, 2)) if a != b}
+    by_polars(pl.DataFrame(sorted(rows), schema=["user", "item"], orient="row"), folder)
+
+
+def of_one_large_part(folder):
+    folder.mkdir()
+    for number, users in enumerate((range(30), [31], [32])):
+        rows = {"user": np.repeat(users, 5), "item": np.tile(np.arange(5), len(users))}
+        pl.DataFrame(rows).write_parquet(folder / f"{number}.parquet")
+
+
+def of_numbers(folder):
+    by_polars_ranges(table(lambda number: number * 10**12), folder)
+
+
+def test_processes_read_what_one_reads(tmp_path):
+    makers = (lambda folder: by_polars_ranges(table(), folder), of_numbers, of_one_large_part, of_one_set)
+    folders = [tmp_path / str(number) for number in range(len(makers))]
+    for make, folder in zip(makers, folders, strict=True):
+        make(folder)
+    every = run_group("shared_fits:shares_of", 3, tmp_path / "run", *folders)
+    for folder, found in zip(folders, zip(*every, strict=True), strict=True):
+        whole = gt.Interactions.from_parquet(folder, "user", "item")
+        items = [whole.right_ids[whole.matrix[row].indices].tolist() for row in range(whole.shape[0])]
+        assert [key for one in found for key in one["left"]] == whole.left_ids.tolist()
+        assert [list(one) for part in found for one in part["pairs"].values()] == items
+        for one in found:
+            assert one["right"] == whole.right_ids.tolist()
+            assert one["report"] == whole.report
+            assert one["shape"] == list(whole.shape)
+            assert one["one_set"] == whole.one_set == (folder is folders[3])
+    assert max(len(one[0]["left"]) for one in every) < 20  # of 40
+    assert sorted(len(one[2]["left"]) for one in every) == [0, 2, 30]  # a process may be without rows
+    fitted = run_group("shared_fits:fits_of_shares", 3, tmp_path / "fit", folders[2])[0][0]
+    one = shared_fits.fit_of_shares(tmp_path, folders[2], "user", "item")
+    assert fitted["values"] == pytest.approx(one["values"], rel=1e-6)
+
+
+def spread_over_parts(folder):
+    pl.DataFrame({"user": ["u39"], "item": ["i1"], "weight": [1.0]}).cast({"weight": pl.Float32}).write_parquet(
+        folder / "part-00000-more.parquet"
+    )
+
+
+def of_other_type(folder):
+    frame = pl.DataFrame({"user": [7], "item": ["i1"], "weight": [1.0]}).cast({"weight": pl.Float32})
+    frame.write_parquet(folder / "part-00009.parquet")
+
+
+def without_id(folder):
+    frame = pl.DataFrame({"user": ["new", None], "item": ["i1", "i2"], "weight": [1.0, 1.0]})
+    frame.cast({"weight": pl.Float32}).write_parquet(folder / "part-00009.parquet")
+
+
+def cut_short(folder):
+    path = folder / "part-00002.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def emptied(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+FAULTS = [
+    (spread_over_parts, "left id 'u39' in part-00000-more.parquet and in part-00003.parquet"),
+    (of_other_type, "part-00009.parquet.*of Int64"),
+    (without_id, "part-00009.parquet.*have no 'user'"),
+    (lambda folder: pl.DataFrame({"user": ["a"]}).write_parquet(folder / "x.parquet"), "x.parquet.*no column"),
+    (cut_short, "part-00002.parquet.*cannot be read"),
+    (emptied, "without .parquet"),
+    (lambda folder: (folder / "part-00001.parquet").write_bytes(b""), "part-00001.parquet.*empty"),
+    (lambda folder: (folder / "notes.txt").write_text("x"), "notes.txt among the parts"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "match"), FAULTS)
+def test_a_folder_with_faults_is_refused_by_name(spoil, match, tmp_path):
+    pairs = shared_fits.interactions().renamed("user", "item")
+    write_partition(pairs, tmp_path / "parts", 4)
+    spoil(tmp_path / "parts")
+    with pytest.raises(ValueError, match=match):
+        read_part(tmp_path / "parts", "user", "item", weight="weight")
+
+
+def test_every_process_says_which_file_is_wrong(tmp_path):
+    pairs = shared_fits.interactions().renamed("user", "item")
+    faults = [FAULTS[0], FAULTS[4], (lambda folder: (folder / "part-00003.parquet").unlink(), "3 parts.*at least 4")]
+    folders = [tmp_path / str(number) for number in range(len(faults))]
+    for folder, (spoil, _) in zip(folders, faults, strict=True):
+        write_partition(pairs, folder, 4)
+        spoil(folder)
+    for every in run_group("shared_fits:shares_of", 4, tmp_path / "run", *folders):
+        for one, (_, match) in zip(every, faults, strict=True):
+            assert re.search(match, one["error"])
+
+
+def test_files_that_engines_leave_beside_the_parts_do_not_count(tmp_path):
+    pairs = shared_fits.interactions()
+    write_partition(pairs, tmp_path / "parts", 3)
+    for name in ("_SUCCESS", ".part-00000.parquet.crc", "part-00000.parquet.crc", "_temporary/0/part-00009.parquet"):
+        (tmp_path / "parts" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "parts" / name).write_bytes(b"unfinished")
+    assert len(read_part(tmp_path / "parts")) == len(pairs)
 
 
 @pytest.mark.parametrize("user", [str, int])
 def test_a_partition_gives_back_what_was_written(user, tmp_path):
-    split = random_pairs(shared_fits.interactions(user), 0.2, seed=0)
-    manifest = write_partition(split.train, tmp_path, 4, split.test)
-    part = read_part(tmp_path)
-    assert (part.matrix != split.train.matrix).nnz == 0
-    assert (part.held_out != split.test.matrix).nnz == 0
-    assert part.left_ids.tolist() == split.train.left_ids.tolist()
-    assert part.left_ids.dtype == split.train.left_ids.dtype
-    assert part.right_ids().tolist() == split.train.right_ids.tolist()
-    np.testing.assert_array_equal(part.weights, split.train.weights)
-    assert len(manifest.parts) == 4
-    sizes = [p["pairs"] + 200 * (p["rows"][1] - p["rows"][0]) for p in manifest.parts]
-    assert max(sizes) - min(sizes) <= 2 * (200 + split.train.matrix.getnnz(1).max())
+    pairs = shared_fits.interactions(user)
+    sizes = write_partition(pairs, tmp_path / "parts", 4)
+    part = read_part(tmp_path / "parts", weight="weight")
+    assert part.left_ids.tolist() == pairs.left_ids.tolist()
+    assert part.left_ids.dtype == pairs.left_ids.dtype
+    columns = pairs.right_rows(part.right_ids)
+    assert (part.matrix != pairs.matrix[:, columns]).nnz == 0
+    assert sum(sizes) == len(pairs)
+    assert max(sizes) - min(sizes) <= 2 * pairs.matrix.getnnz(1).max()
 
 
-def changed(**fields):
-    """A change of the manifest by hand, with the checksum that belongs to it."""
-
-    def change(folder):
-        plain = json.loads((folder / "manifest.json").read_text())
-        del plain["checksum"]
-        plain |= {key: make(plain[key]) if callable(make) else make for key, make in fields.items()}
-        plain["checksum"] = zlib.crc32(json.dumps(plain, sort_keys=True).encode())
-        (folder / "manifest.json").write_text(json.dumps(plain))
-
-    return change
-
-
-def rewritten(**tensors):
-    """A change of the second part by hand, with the checksums that belong to it."""
-
-    def change(folder):
-        path = sorted(folder.glob("part-*"))[1]
-        file = TensorFile(path, "gramtower-part", 2)
-        found = {name: file.read(name).clone() for name in file.shapes}
-        found |= {name: make(found.get(name)) for name, make in tensors.items()}
-        _tensors.write(path, "gramtower-part", 2, file.header, found)
-
-    return change
-
-
-def flip(folder, name):
-    path = sorted(folder.glob(name))[-1]
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def swap(folder):
-    one, two = sorted(folder.glob("part-*"))[:2]
-    other = one.read_bytes()
-    one.write_bytes(two.read_bytes())
-    two.write_bytes(other)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "match"),
-    [
-        (lambda folder: next(folder.glob("part-00001-*")).unlink(), "missing or damaged"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), "gramtower-partition version 2"),
-        (lambda folder: (folder / "manifest.json").write_text("[" * 9999), "is not a partition"),
-        (lambda folder: (folder / "manifest.json").write_text("7"), "gramtower-partition version 2"),
-        (lambda folder: (folder / "manifest.json").unlink(), "is not a partition"),
-        (lambda folder: flip(folder, "part-*"), "does not match its checksum"),
-        (lambda folder: flip(folder, "manifest.json"), "missing or damaged|not a partition"),
-        (swap, "the header of another file"),
-        (changed(pairs="many"), "pairs"),
-        (changed(pairs=3), "pairs in the parts"),
-        (changed(shape=[10**9, 12]), "parts"),
-        (changed(shape=[2**40, 1]), "shape"),
-        (changed(parts=[]), "parts"),
-        (changed(parts=lambda parts: [{**parts[0], "file": "../secret.safetensors"}, *parts[1:]]), "a file"),
-        (changed(parts=lambda parts: [{**parts[0], "file": "/etc/passwd"}, *parts[1:]]), "a file"),
-        (changed(parts=lambda parts: [{**parts[0], "rows": [0, 10**6]}, *parts[1:]]), "rows"),
-        (changed(parts=lambda parts: [5, *parts[1:]]), "parts"),
-        (changed(weights=lambda there: not there), "tensors"),
-        (rewritten(offsets=lambda t: t.flip(0)), "columns"),
-        (rewritten(columns=lambda t: t + 10**6), "columns such as"),
-        (rewritten(columns=lambda t: t.double()), "tensors"),
-        (rewritten(labels=lambda t: t * float("nan")), "labels"),
-        (rewritten(labels=lambda t: t[:-1]), "labels"),
-        (rewritten(left_offsets=lambda t: t * 2), "left_offsets"),
-        (rewritten(left_offsets=lambda t: t[:-1]), "left_offsets"),
-        (rewritten(further=lambda _: torch.ones(2)), "further"),
-    ],
-)
-def test_a_damaged_partition_is_refused(spoil, match, tmp_path):
-    write_partition(shared_fits.interactions(), tmp_path, 3)
-    spoil(tmp_path)
-    with pytest.raises(ValueError, match=rf"folder.*{match}"):
-        read_part(tmp_path)
-
-
-def test_damaged_right_ids_are_refused(tmp_path):
-    write_partition(shared_fits.interactions(), tmp_path, 3)
-    part = read_part(tmp_path)
-    flip(tmp_path, "right-*")
-    with pytest.raises(ValueError, match=rf"folder.*{tmp_path}.*damaged"):
-        part.right_ids()
-
-
-@pytest.mark.parametrize("name", ["thesis.tex", "manifest.json"])
+@pytest.mark.parametrize("name", ["thesis.tex", "part-00000-1234.snappy.parquet"])
 def test_a_partition_is_not_written_over_other_files(name, tmp_path):
-    (tmp_path / name).write_text('{"name": "web"}')
+    (tmp_path / name).write_text("mine")
     with pytest.raises(ValueError, match="other files"):
         write_partition(shared_fits.interactions(), tmp_path, 3)
-    assert (tmp_path / name).read_text() == '{"name": "web"}'
+    assert (tmp_path / name).read_text() == "mine"
 
 
 @pytest.mark.parametrize("earlier", [True, False])
 def test_a_partition_that_was_killed_can_be_written_again(earlier, tmp_path, monkeypatch):
-    pairs = shared_fits.interactions()
+    pairs, folder = shared_fits.interactions(), tmp_path / "parts"
     if earlier:
-        write_partition(pairs, tmp_path, 2)
+        write_partition(pairs, folder, 2)
+    real = pl.DataFrame.write_parquet
 
-    def killed(*_):
-        raise KeyboardInterrupt
+    def killed(frame, path):
+        real(frame, path)
+        if path.name == "part-00001.parquet":
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr("gramtower.distributed.partition.write_text", killed)
+    monkeypatch.setattr(pl.DataFrame, "write_parquet", killed)
     with pytest.raises(KeyboardInterrupt):
-        write_partition(pairs, tmp_path, 3)
+        write_partition(pairs, folder, 3)
     monkeypatch.undo()
+    assert folder.exists() == earlier
     if earlier:
-        assert (read_part(tmp_path).matrix != pairs.matrix).nnz == 0  # the old one is whole
-    write_partition(pairs, tmp_path, 4)
-    assert (read_part(tmp_path).matrix != pairs.matrix).nnz == 0
-    assert len(list(tmp_path.iterdir())) == 6  # four parts, right ids and the manifest: nothing of the others
+        assert len(read_part(folder)) == len(pairs)  # the old one is whole
+    write_partition(pairs, folder, 4)
+    assert len(read_part(folder)) == len(pairs)
+    assert len(list(folder.iterdir())) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["parts"]
 
 
-def test_fit_learns_from_a_partition_what_it_learns_from_the_file(tmp_path, capsys):
+def test_partitions_of_the_old_format_are_refused(tmp_path, capsys):
     pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
-    pytest.importorskip("polars", reason="the command line reads tables with polars")
     from gramtower.cli.program import run
 
-    pairs = shared_fits.interactions()
-    coo = pairs.matrix.tocoo()
-    lines = [f"{pairs.left_ids[i]},{pairs.right_ids[j]}" for i, j in zip(coo.row, coo.col, strict=True)]
-    file, parts = tmp_path / "pairs.csv", str(tmp_path / "parts")
-    file.write_text("\n".join(["user,item", *lines]) + "\n")
-    read = [str(file), "--left", "user", "--right", "item", "--validation", "0.2"]
-    small = ["--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet", "--max-iterations", "3", "--out"]
-    assert run(["partition", *read, "--parts", "3", "--out", parts, "--json"]) == 0
+    (tmp_path / "manifest.json").write_text('{"format": "gramtower-partition", "version": 2}')
+    (tmp_path / "part-00000-0a1b2c3d.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no longer read.*gramtower partition again"):
+        read_part(tmp_path)
+    assert run(["fit", str(tmp_path), "--left", "user", "--right", "item", "--out", str(tmp_path / "run")]) == 2
+    assert "no longer read" in capsys.readouterr().err
+
+
+def test_the_command_line_fits_a_partition_with_one_and_two_processes_alike(tmp_path, capsys):
+    pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
+    from gramtower.cli.program import run
+
+    table().write_csv(tmp_path / "pairs.csv")
+    known = set(table().select("user", "item").rows())
+    new = [(f"u{u:02d}", f"i{i}") for u in range(40) for i in range(0, 30, 7)]
+    held = pl.DataFrame([pair for pair in new if pair not in known], schema=["user", "item"], orient="row")
+    held.with_columns(weight=1.0).write_parquet(tmp_path / "valid.parquet")
+    columns, parts = ["--left", "user", "--right", "item", "--weight", "weight"], str(tmp_path / "parts")
+    assert run(["partition", str(tmp_path / "pairs.csv"), *columns, "--parts", "3", "--out", parts, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["parts"] == 3
-    assert facts["pairs"] + facts["validation_pairs"] == len(pairs)
-    assert run(["fit", *read, *small, str(tmp_path / "one")]) == 0
-    assert run(["fit", parts, *small, str(tmp_path / "two")]) == 0
-    one, two = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
-    for key in ("objective", "metric_value", "pairs", "validation_pairs", "left", "right"):
-        assert one[key] == two[key], key
-    capsys.readouterr()
-    assert run(["info", parts, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kind"] == "partition"
-    assert run(["fit", parts, "--validation", "0.1", *small, str(tmp_path / "three")]) == 2
-    assert "gramtower partition chooses held-out pairs" in capsys.readouterr().err
-    assert run(["compare", parts, "--out", str(tmp_path / "four")]) == 2
-    assert "only fit and info read such a folder" in capsys.readouterr().err
+    assert (facts["parts"], facts["pairs"], facts["columns"]) == (3, 257, ["user", "item", "weight"])
+    assert run(["info", parts, *columns, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pairs"] == 257
+    fit = ["fit", parts, *columns, "--dim", "4", "--hidden", "8", "--device", "cpu", "--quiet", "--max-iterations", "3"]
+    path = os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    for name, validation in (("share", "0.2"), ("file", str(tmp_path / "valid.parquet"))):
+        more = ["--validation", validation, *(["--refit"] if name == "share" else []), "--out"]
+        assert run([*fit, *more, str(tmp_path / f"one-{name}")]) == 0
+        two = [*launcher, "gramtower", *fit, *more, str(tmp_path / f"two-{name}")]
+        done = subprocess.run(two, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        one, two = (json.loads((tmp_path / f"{n}-{name}/summary.json").read_text()) for n in ("one", "two"))
+        assert two["processes"] == 2
+        for key in ("metric_value", "pairs", "validation_pairs", "left", "right", "rows_left_out"):
+            assert one[key] == two[key], key
+        assert two["objective"] == pytest.approx(one["objective"], rel=1e-6)
+        assert one["validation_pairs"] > 0

@@ -12,7 +12,6 @@ import pytest
 
 import gramtower as gt
 from gramtower.data import tables
-from gramtower.distributed import partition
 from gramtower.model import model_file
 from gramtower.serving import ann_index as index
 from gramtower.training import checkpoint
@@ -67,8 +66,7 @@ def test_the_page_of_formats_has_the_versions_of_the_code():
         r"^\|.+?\|.+?\| (`gramtower.+?`) \| (\d+) \|$", (ROOT / "docs/formats.md").read_text(), re.MULTILINE
     )
     told = {name: int(version) for names, version in rows for name in re.findall(r"`(.+?)`", names)}
-    kinds = [model_file.KIND, checkpoint._KIND, partition._KIND, index._FORMAT]
-    kinds += [(module._FORMAT, module._VERSION) for module in (partition, tables)]
+    kinds = [model_file.KIND, checkpoint._KIND, index._FORMAT, (tables._FORMAT, tables._VERSION)]
     assert told == dict(kinds)
 
 

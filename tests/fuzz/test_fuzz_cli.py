@@ -144,7 +144,7 @@ COMMANDS = {  # a line that works, flags it may have, and how often it is tried
     "convert": (["t.csv", *PAIRS, "--out", "made.csv"], ["--out", "--config", *FIELDS["DataOptions"]], 6),
     "partition": (
         ["t.csv", *PAIRS, "--parts", "2", "--out", "cut"],
-        ["--parts", "--seed", "--config", *FIELDS["DataOptions"]],
+        ["--parts", "--config", *FIELDS["DataOptions"]],
         3,
     ),
     "split": (

@@ -13,7 +13,6 @@ import math
 import os
 import random
 import shutil
-import zlib
 
 import numpy as np
 import pytest
@@ -222,49 +221,20 @@ def test_mutated_checkpoints(tmp_path):
             fuzz.outcomes["the same" if values == expected else "another valid run"] += 1
 
 
-def spoil_manifest(folder, rng):
-    path = folder / "manifest.json"
-    if rng.random() < 0.4:
-        path.write_bytes(mutated(path.read_bytes(), rng))
-        return True
-    plain = json.loads(path.read_text())
-    del plain["checksum"]
-    plain = change_json(plain, rng)
-    try:
-        if isinstance(plain, dict):
-            plain["checksum"] = zlib.crc32(json.dumps(plain, sort_keys=True).encode())
-        path.write_text(json.dumps(plain))
-    except RecursionError:
-        path.write_text("")
-    return False
-
-
 def test_mutated_partitions(tmp_path):
+    pytest.importorskip("polars", reason="partitions are tables")
     fuzz, original, folder = Fuzz("partitions", small=60), tmp_path / "original", tmp_path / "parts"
     pairs = interactions()
-    write_partition(pairs, original, 3, pairs)
-
-    def read():
-        part = read_part(folder)
-        return part, part.right_ids()
-
+    write_partition(pairs, original, 3)
     for rng in fuzz:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(original, folder)
-        if rng.random() < 0.5:
-            sealed = spoil_manifest(folder, rng)
-        else:
-            path = rng.choice(sorted(folder.glob("*.safetensors")))
-            sealed = spoilt(path, ("gramtower-part", 2), rng, path.read_bytes())
-        found = refused_by_name(fuzz, folder, read)
-        if found is None:
-            continue
-        part, right = found
-        whole = part.shape == pairs.shape and len(part) == len(pairs) and (part.matrix != pairs.matrix).nnz == 0
-        whole = whole and part.left_ids.tolist() == USERS and right.tolist() == ITEMS
-        assert not sealed or whole, f"input {fuzz.number}: a silent change"
-        fuzz.outcomes["the same" if whole else "another valid partition"] += 1
-        part.matrix.tocsc().sum(0)  # its indices can be followed
+        path = rng.choice(sorted(folder.iterdir()))
+        path.write_bytes(mutated(path.read_bytes(), rng))
+        part = refused_by_name(fuzz, folder, lambda: read_part(folder))
+        if part is not None:  # Parquet files have no checksums of their content
+            fuzz.outcomes["the same" if part.left_ids.tolist() == USERS else "another valid partition"] += 1
+            part.matrix.tocsc().sum(0)  # its indices can be followed
 
 
 COMMANDS = {  # those that go on from what is in their folder, or replace it; quick ones first

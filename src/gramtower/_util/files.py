@@ -56,6 +56,31 @@ def replacing(path: Path) -> Iterator[Path]:
             os.close(lock)
 
 
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty temporary folder; it replaces ``path``, a folder or nothing, when the block succeeds.
+
+    If the block fails, the folder at ``path`` is unchanged. A process that is killed between two renames at the end
+    leaves no folder there.
+    """
+    folder, lock = _writing_folder(path)
+    try:
+        partial = folder / "content"
+        partial.mkdir()
+        yield partial
+        for file in partial.iterdir():
+            _to_disk(file)
+        if path.exists():
+            path.rename(folder / "old")
+        partial.rename(path)
+        with suppress(OSError):
+            _to_disk(path.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
 def is_left_over(name: str) -> bool:
     """Whether a name is that of a temporary folder, which the next write next to it removes."""
     return name.startswith(_PREFIX) and name.endswith(_SUFFIX)

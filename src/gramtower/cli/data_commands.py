@@ -2,7 +2,7 @@
 
 The folder of a split holds ``train`` and ``test`` (``train-1`` … with --by folds, ``history`` with --history) and
 ``split.json``, which says how they were made; it is written first, so that an unfinished folder is recognised. A
-partition is cut into parts, of which each process of a fit reads its shard.
+partition is a folder of Parquet parts, of which each process of a fit reads its share (distributed/partition.py).
 """
 
 from __future__ import annotations
@@ -13,27 +13,22 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import numpy as np
 from cyclopts import Parameter
-from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.files import is_left_over, replacing, write_json
-from gramtower.cli.formats import DataOptions, ReadOptions
+from gramtower.cli.formats import ReadOptions
 from gramtower.cli.options import Common, number_or_text, read_config
 from gramtower.cli.output import print_answer, print_json, print_table
-from gramtower.cli.reading import for_writing, held_out_of, read_pairs
+from gramtower.cli.reading import for_writing, read_pairs
 from gramtower.data import frames, splits
 from gramtower.data.frames import suffix_of
 from gramtower.data.ids import index_of, join
-from gramtower.data.interactions import Interactions
+from gramtower.data.interactions import Interactions, column_names, has_values, pair_table
 from gramtower.data.splits import Split
 from gramtower.distributed.partition import write_partition
-
-if TYPE_CHECKING:
-    import polars as pl
 
 MANIFEST = "split.json"
 KIND = "gramtower split"
@@ -241,57 +236,18 @@ def convert(
     return print_answer(common.json, facts)
 
 
-def column_names(pairs: Interactions) -> list[str]:
-    """The names of the columns that :func:`write_pairs` writes."""
-    return list(_columns(pairs, has_values(pairs)))
-
-
-def _columns(pairs: Interactions, values: bool) -> dict[str, NDArray[np.generic] | None]:
-    """The columns of the table: ids (None here), values if asked for, and weights and times where there are any.
-
-    Where ids have such a name, that column is called pair_value, pair_weight or pair_time.
-    """
-    names = (pairs.left_name, pairs.right_name) if pairs.left_name != pairs.right_name else ("left", "right")
-    found: dict[str, NDArray[np.generic] | None] = dict.fromkeys(names)
-    numbers = {"value": pairs.matrix.data if values else None, "weight": pairs.weights, "time": pairs.times}
-    for name, column in numbers.items():
-        if column is not None:
-            while name in found:
-                name = f"pair_{name}"
-            found[name] = column
-    return found
-
-
-def has_values(pairs: Interactions) -> bool:
-    """Whether the values say anything: some are not 1."""
-    return bool((pairs.matrix.data != 1).any())
-
-
 def write_pairs(pairs: Interactions, out: Path, values: bool | None = None) -> None:
     """Save pairs as a table, in one step; text files a block of rows at a time."""
     values = has_values(pairs) if values is None else values
     with replacing(out) as partial:
         if frames.suffix_of(out) == ".parquet":
-            _table(pairs, 0, len(pairs), values).write_parquet(partial)
+            pair_table(pairs, 0, len(pairs), values).write_parquet(partial)
             return
         with gzip.open(partial, "wb") if out.suffix.lower() == ".gz" else partial.open("wb") as file:
             for start in range(0, max(1, len(pairs)), _ROWS):
-                table = _table(pairs, start, min(start + _ROWS, len(pairs)), values)
+                table = pair_table(pairs, start, min(start + _ROWS, len(pairs)), values)
                 text = table.write_csv(separator=frames.separator_of(out), include_header=start == 0)
                 file.write(text.encode())
-
-
-def _table(pairs: Interactions, start: int, stop: int, values: bool) -> pl.DataFrame:
-    polars = frames.polars()
-    rows = np.searchsorted(pairs.matrix.indptr, np.arange(start, stop), side="right") - 1
-    ids = iter([pairs.left_ids[rows], pairs.right_ids[pairs.matrix.indices[start:stop]]])
-    cells = {}
-    for name, numbers in _columns(pairs, values).items():
-        part = next(ids) if numbers is None else numbers[start:stop]
-        text = part.dtype == object
-        cells[name] = polars.Series(part.tolist(), dtype=polars.String) if text else polars.Series(part)
-    found: pl.DataFrame = polars.DataFrame(cells)
-    return found
 
 
 MOST_PARTS = 65_536  # each is a file
@@ -303,35 +259,32 @@ def partition(
     *,
     out: Path,
     parts: int = 64,
-    seed: int = 0,
     config: Path | None = None,
-    data: DataOptions | None = None,
+    data: ReadOptions | None = None,
     common: Common = Common(),
 ) -> int:
-    """Split pairs by left entity into parts of similar size, for a fit by several processes.
+    """Write pairs as Parquet parts, each left entity in one part, for a fit by several processes.
 
-    ``torchrun --nproc-per-node 4 -m gramtower fit FOLDER --out RUN`` then reads each part in only one process.
-    The held-out pairs are chosen here. They are those that fit chooses with the same --validation and --seed.
+    ``torchrun --nproc-per-node 4 -m gramtower fit FOLDER --left user --right item --out RUN`` then reads each part in
+    only one process. Spark, DuckDB and polars can write such folders, too, also of pairs that do not fit on one
+    machine.
 
     Args:
         path: Pairs, as for fit.
         out: Folder for the parts: new, empty, or that of an earlier partition, which is replaced.
         parts: Number of parts; at least the largest number of processes that will read them.
-        seed: Seed of the split for --validation.
         config: TOML file whose table [data] says how the pairs are read.
     """
     for_writing(out)
     check.count("parts", parts, most=MOST_PARTS)
-    options = read_config(config).with_flags(data).data
-    pairs, held_out = held_out_of(read_pairs(path, options, not common.quiet), options, seed)
-    manifest = write_partition(pairs, out, parts, held_out)
-    sizes = [part["pairs"] for part in manifest.parts]
+    pairs = read_pairs(path, read_config(config).with_flags(data).data, not common.quiet)
+    sizes = write_partition(pairs, out, parts)
     facts = {
         "folder": str(out),
-        "left": manifest.shape[0],
-        "right": manifest.shape[1],
-        "pairs": manifest.pairs,
-        "validation_pairs": manifest.held_out,
+        "columns": column_names(pairs),
+        "left": pairs.shape[0],
+        "right": pairs.shape[1],
+        "pairs": len(pairs),
         "parts": len(sizes),
         "fewest_pairs": min(sizes),
         "most_pairs": max(sizes),

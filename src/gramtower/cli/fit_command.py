@@ -30,11 +30,11 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import rows_left_out
 from gramtower.distributed.group import Group
 from gramtower.distributed.launch import joined
-from gramtower.distributed.partition import Shard, is_partition, read_part
+from gramtower.distributed.partition import Shard
 from gramtower.experiments.figures import reliability_figure, save
 from gramtower.experiments.run_store import environment
 from gramtower.model.defaults import pick_device
-from gramtower.model.fit_data import known_pairs
+from gramtower.model.fit_data import hold_out, known_pairs
 from gramtower.model.fit_parts import grown_pairs
 from gramtower.model.fitting import ITERATIONS, refit_checkpoint, selection_file
 from gramtower.model.settings import SETTINGS
@@ -72,13 +72,12 @@ def fit(
     An interrupted fit continues when the same command is run again. So does a fit that reached --max-iterations or
     --time-limit, when that limit is raised.
 
-    Started by torchrun, the processes train one model together; with a folder made by gramtower partition, each of them
-    reads only its own share.
+    Started by torchrun, the processes train one model together. Of a folder of .parquet parts in which no left id is in
+    two parts, such as gramtower partition makes, each of them reads only its own share.
 
     Args:
         path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a folder of .parquet parts such as Spark, DuckDB and
-            polars write (also key=value folders; read in a stream), a MovieLens or Netflix folder or zip, lists, edges,
-            or a folder made by gramtower partition.
+            polars write (also key=value folders; read in a stream), a MovieLens or Netflix folder or zip, lists, edges.
         out: Folder of the run: model.gramtower, config.toml, history.jsonl and summary.json.
         config: TOML file with tables [data], [features], [model], [train]; keys are names of flags. Flags win.
         fresh: Start again even if the folder holds an unfinished run.
@@ -99,12 +98,18 @@ def _fit(group: Group, settings: Settings, source: Path, out: Path, fresh: bool,
     observed: Interactions | Shard
     held_out: float | Interactions | None = None
     left_out: dict[str, int] = {}
-    if is_partition(source):
-        for name, value in (("validation", settings.data.validation), ("validation_side", side)):
-            if value is not None:
-                check.fail(name, value, "nothing: gramtower partition chooses held-out pairs")
-        observed = read_part(source, group)
-        validation_pairs = observed.held_out_pairs
+    share = reading.read_share(source, settings.data, say is not silent, estimator.loss, group)
+    if share is not None:
+        with group.together():
+            observed, held_out = share, reading.validation_of(settings.data)
+        left_out, validation_pairs = {"rows_left_out": rows_left_out(share.report)}, None
+        if isinstance(held_out, float):
+            train, _ = hold_out(share, held_out, check.seed(estimator.seed))
+            observed, validation_pairs = train, train.held_out_pairs
+        elif isinstance(held_out, Interactions):
+            local = known_pairs((share.left_ids, share.right_ids), held_out)
+            validation_pairs = int(group.totals(float(local))[0])
+            left_out["validation_pairs_left_out"] = len(held_out) - validation_pairs
     else:
         with group.together():
             pairs = reading.read_pairs(source, settings.data, say is not silent, loss=estimator.loss)
@@ -119,9 +124,9 @@ def _fit(group: Group, settings: Settings, source: Path, out: Path, fresh: bool,
             validation_pairs = known_pairs((pairs.left_ids, pairs.right_ids), held_out)
             left_out["validation_pairs_left_out"] = len(held_out) - validation_pairs
         if group.size > 1:
-            say(f"each of {group.size} processes reads all of {source}; gramtower partition makes a folder of parts")
+            say(f"each of {group.size} processes reads all of {source}; gramtower partition makes a folder to share")
     say(f"{len(observed):,} pairs of {observed.shape[0]:,} left and {observed.shape[1]:,} right entities")
-    if isinstance(observed, Interactions) and observed.one_set:
+    if observed.one_set:
         say("both sides are one set of entities: none is recommended to itself (--no-same-entities: they are two)")
     with group.together():
         estimator.imputed = reading.read_imputed(estimator.imputed, observed)
@@ -139,9 +144,9 @@ def _fit(group: Group, settings: Settings, source: Path, out: Path, fresh: bool,
             say(f"continuing from {checkpoint}")
         try:
             estimator.fit(
-                observed, **seen, validation=held_out, refit=bool(settings.train.refit), checkpoint=checkpoint,
-                history=out / reading.HISTORY, candidates=settings.features.candidates or "trained",
-                validation_side=side,
+                observed if share is None else share, **seen, validation=held_out, refit=bool(settings.train.refit),
+                checkpoint=checkpoint, history=out / reading.HISTORY,
+                candidates=settings.features.candidates or "trained", validation_side=side,
             )  # fmt: skip
         except KeyboardInterrupt:
             kept = f"{checkpoint} is complete; run the same command to continue from it" if checkpoint.exists() else ""

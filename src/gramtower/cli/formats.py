@@ -94,8 +94,13 @@ def _read_csv(path: Path, options: ReadOptions, loud: bool) -> Interactions:
 
 
 def _read_parquet(path: Path, options: ReadOptions, loud: bool) -> Interactions:
+    return Interactions.from_parquet(path, **parquet_arguments(path, options, loud))
+
+
+def parquet_arguments(path: Path, options: ReadOptions, loud: bool) -> dict[str, Any]:
+    """How a Parquet file or folder is read: arguments of ``Interactions.from_parquet`` and ``read_part``."""
     left, right = _id_columns(options)
-    return Interactions.from_parquet(path, left, right, progress=_Notes() if loud else None, **_arguments(options))
+    return {"left": left, "right": right, "progress": _Notes() if loud else None, **_arguments(options)}
 
 
 def _read_edges(path: Path, options: ReadOptions, loud: bool) -> Interactions:

@@ -16,7 +16,6 @@ from gramtower.cli.output import print_facts, print_json, print_table
 from gramtower.cli.reading import is_model, open_model, read_pairs
 from gramtower.data.ids import Ids
 from gramtower.data.interactions import Interactions
-from gramtower.distributed.partition import is_partition, read_manifest, read_part
 from gramtower.experiments.fit_report import QUANTILES, degree_quantiles
 from gramtower.model.two_tower import TwoTower
 
@@ -32,10 +31,6 @@ def info(
     """
     if is_model(path):
         found = describe_model(open_model(path)[0])
-    elif is_partition(path):
-        part = read_part(path)
-        found = {"kind": "partition", "parts": len(read_manifest(path).parts), **_counts(part.matrix)}
-        found |= {"validation_pairs": part.held_out_pairs, "pairs_per_entity": degree_quantiles(part.matrix)}
     else:
         found = describe_pairs(read_pairs(path, read_config(config).with_flags(data).data))
     if common.json:

@@ -92,7 +92,7 @@ COMMANDS = {
     "split": ("data_commands", "Split pairs into training and test files."),
     "partition": (
         "data_commands",
-        "Split pairs by left entity into parts of similar size, for a fit by several processes.",
+        "Write pairs as Parquet parts, each left entity in one part, for a fit by several processes.",
     ),
     "evaluate": ("query", "Measure the ranking of held-out pairs."),
     "off-policy": ("query", "Estimate the reward of lists from a log of entities shown with known probabilities."),

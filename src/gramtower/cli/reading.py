@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gramtower._util import checks as check
-from gramtower.cli.formats import FORMATS, DataOptions, ReadOptions, find_format
+from gramtower.cli.formats import FORMATS, DataOptions, ReadOptions, find_format, parquet_arguments
 from gramtower.cli.options import Settings, parse_option, read_config
 from gramtower.data import frames, readers, splits
 from gramtower.data.ids import Ids, as_ids, as_objects, id_series, index_of, join
@@ -24,7 +25,7 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.sources import existing
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
-from gramtower.distributed.partition import Shard, is_partition
+from gramtower.distributed.partition import Shard, read_part, refuse_old
 from gramtower.engine.kernels.elementwise import LOSSES, Loss
 from gramtower.engine.objective.constants import as_imputed
 from gramtower.model.fit_data import hold_out
@@ -47,18 +48,32 @@ def read_pairs(
     """The pairs of a file or folder."""
     if not path.exists():
         raise FileNotFoundError(f"{name}: no such file or folder: {path}")
-    if is_partition(path):
-        made = f"{path}, a folder that gramtower partition made"
-        check.fail(name, made, "a file or folder of pairs; only fit and info read such a folder")
+    refuse_old(name, path)
     pairs = FORMATS[find_format(path, options, name)].read(path, options, loud)
+    _check_labels(pairs.matrix.data, options, loss)
+    return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
+
+
+def read_share(path: Path, options: DataOptions, loud: bool, loss: str | Loss, group: Group) -> Shard | None:
+    """This process's share of a folder of Parquet parts; None for one process, and for other files and folders."""
+    with group.together():
+        if group.size == 1 or not path.is_dir() or find_format(path, options) != "parquet":
+            return None
+        columns = parquet_arguments(path, options, loud)
+    shard = read_part(path, **columns, same_entities=options.same_entities, group=group)
+    with group.together():
+        _check_labels(shard.matrix.data, options, loss)
+    return shard
+
+
+def _check_labels(labels: NDArray[np.float32], options: DataOptions, loss: str | Loss | None) -> None:
     known = LOSSES.get(loss) if isinstance(loss, str) else loss
     allowed = None if known is None else known.labels
     if options.value is not None and options.threshold is None and allowed is not None:
-        wrong = pairs.matrix.data[~np.isin(pairs.matrix.data, allowed)]
+        wrong = labels[~np.isin(labels, allowed)]
         if len(wrong):
             expected = "--threshold, such as 4, to keep values of at least that; or --loss squared for any values"
             check.fail("--value", f"{wrong[0]:g} in column {options.value!r}", expected)
-    return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
 
 
 def read_like(settings: Settings, path: Path, name: str, flags: ReadOptions | None = None) -> Interactions:
@@ -102,11 +117,10 @@ def tower_features(
     settings: Settings, pairs: Interactions | Shard, say: Say, group: Group = SINGLE
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """``left_features`` and ``right_features`` for :meth:`TwoTower.fit`, and what the join by id found, by side."""
-    right_ids = pairs.right_ids() if isinstance(pairs, Shard) else pairs.right_ids
     spread = group if isinstance(pairs, Shard) else SINGLE  # the processes that the left ids are spread over
     arguments: dict[str, Any] = {}
     report: dict[str, Any] = {}
-    for side, ids, processes in (("left", pairs.left_ids, spread), ("right", right_ids, SINGLE)):
+    for side, ids, processes in (("left", pairs.left_ids, spread), ("right", pairs.right_ids, SINGLE)):
         parts: list[Any] = ["history"] if side == "left" and settings.model.history else []
         path = getattr(settings.features, f"{side}_features")
         if path is not None:
@@ -135,7 +149,7 @@ def read_imputed(given: Any, pairs: Interactions | Shard) -> Any:
     if [path.suffix for path in paths] not in ([".npz"], [".npy", ".npy"]):
         check.fail("imputed", given, "FILE.npz, or two files LEFT.npy,RIGHT.npy")
     if not isinstance(pairs, Interactions):
-        check.fail("imputed", given, "a number or fitted with a folder that gramtower partition made")
+        check.fail("imputed", given, "a number or fitted where several processes share a folder of parts")
     arrays: dict[str, Any] = {}
     for side, path in zip(("left", "right"), paths, strict=False):
         try:

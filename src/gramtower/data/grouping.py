@@ -142,7 +142,7 @@ def _starts(
 
     parallel_for(work, list(range(len(pieces) + 1)))
     flat = counts.T.reshape(-1)  # in order of (bucket, piece)
-    return np.ascontiguousarray((np.cumsum(flat) - flat).reshape(buckets, -1).T)
+    return np.ascontiguousarray((np.cumsum(flat) - flat).reshape(buckets, len(counts)).T)
 
 
 def _compact(array: NDArray[Kind], bounds: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[Kind]:

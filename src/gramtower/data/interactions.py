@@ -41,6 +41,7 @@ from gramtower.data.matrices import (
     canonical,
     checked,
     entry_mask,
+    selected,
     warn_of_header,
 )
 from gramtower.data.sources import PathLike, existing, reading
@@ -161,7 +162,7 @@ class Interactions:
             same_entities: whether both sides are one set of entities; see the class.
         """
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value=value, weight=weight, time=time)
+        texts, others = column_choices(left, right, value=value, weight=weight, time=time)
         source = path if isinstance(path, bytes) else existing("path", path)
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
         with reading("text" if isinstance(source, bytes) else source):
@@ -195,7 +196,7 @@ class Interactions:
         folder, in any thread, with a :class:`gramtower.data.parquet.ReadingProgress`.
         """
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value=value, weight=weight, time=time)
+        texts, others = column_choices(left, right, value=value, weight=weight, time=time)
         source = existing("path", path, folder=True)
         if source.is_dir():
             from gramtower.data.parquet import read_folder
@@ -222,7 +223,7 @@ class Interactions:
     ) -> Interactions:
         """Read pairs from a polars, pandas or pyarrow table or a mapping of columns; see :meth:`from_csv`."""
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value=value, weight=weight, time=time)
+        texts, others = column_choices(left, right, value=value, weight=weight, time=time)
         return cls._from_columns(frames.take("frame", frame, texts + others), others, rule, same_entities)
 
     @classmethod
@@ -353,11 +354,9 @@ class Interactions:
         Args:
             entries: a mask over the stored entries (``matrix.data``), or their distinct positions.
         """
-        chosen, old = entry_mask("entries", entries, len(self)), self.matrix
-        offsets = np.concatenate([[0], np.cumsum(chosen)])[old.indptr].astype(old.indptr.dtype)
-        matrix = sp.csr_matrix((old.data[chosen], old.indices[chosen], offsets), shape=old.shape)
+        chosen = entry_mask("entries", entries, len(self))
         times, weights = (None if array is None else array[chosen] for array in (self.times, self.weights))
-        return self._with(matrix, times=times, weights=weights)
+        return self._with(selected(self.matrix, chosen), times=times, weights=weights)
 
     def without_empty(self) -> Interactions:
         """Remove the entities without pairs: no row and no column of the matrix is empty."""
@@ -395,9 +394,50 @@ def _counts(matrix: sp.csr_matrix) -> dict[str, int]:
     return {"pairs": int(matrix.nnz), "left": matrix.shape[0], "right": matrix.shape[1]}
 
 
-def _choices(left: Column, right: Column, **others: Column | None) -> tuple[list[Choice], list[Choice]]:
+def column_choices(left: Column, right: Column, **others: Column | None) -> tuple[list[Choice], list[Choice]]:
+    """The columns of ids and those of the other arguments that are not None."""
     chosen = [(name, column) for name, column in others.items() if column is not None]
     return [("left", left), ("right", right)], chosen
+
+
+def column_names(pairs: Interactions) -> list[str]:
+    """The names of the columns of :func:`pair_table`."""
+    return list(_pair_columns(pairs, has_values(pairs)))
+
+
+def _pair_columns(pairs: Interactions, values: bool) -> dict[str, NDArray[np.generic] | None]:
+    """The columns of the table: ids (None here), values if asked for, and weights and times where there are any.
+
+    Where ids have such a name, that column is called pair_value, pair_weight or pair_time.
+    """
+    names = (pairs.left_name, pairs.right_name) if pairs.left_name != pairs.right_name else ("left", "right")
+    found: dict[str, NDArray[np.generic] | None] = dict.fromkeys(names)
+    numbers = {"value": pairs.matrix.data if values else None, "weight": pairs.weights, "time": pairs.times}
+    for name, column in numbers.items():
+        if column is not None:
+            while name in found:
+                name = f"pair_{name}"
+            found[name] = column
+    return found
+
+
+def has_values(pairs: Interactions) -> bool:
+    """Whether the values say anything: some are not 1."""
+    return bool((pairs.matrix.data != 1).any())
+
+
+def pair_table(pairs: Interactions, start: int, stop: int, values: bool) -> pl.DataFrame:
+    """Pairs ``start`` to ``stop`` as a table, with their values if asked for."""
+    polars = frames.polars()
+    rows = np.searchsorted(pairs.matrix.indptr, np.arange(start, stop), side="right") - 1
+    ids = iter([pairs.left_ids[rows], pairs.right_ids[pairs.matrix.indices[start:stop]]])
+    cells = {}
+    for name, numbers in _pair_columns(pairs, values).items():
+        part = next(ids) if numbers is None else numbers[start:stop]
+        text = part.dtype == object
+        cells[name] = polars.Series(part.tolist(), dtype=polars.String) if text else polars.Series(part)
+    found: pl.DataFrame = polars.DataFrame(cells)
+    return found
 
 
 class PairSamples:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import host
 from gramtower._util.compiled import compiled
-from gramtower.data.ids import Ids, as_objects
+from gramtower.data.ids import Ids, Key, as_objects
 
 Kind = TypeVar("Kind", bound=np.generic)
 SHARDS = 16
@@ -70,9 +70,10 @@ class _Shard:
 class Table:
     """The ids of one side; text, or whole numbers."""
 
-    def __init__(self, text: bool) -> None:
+    def __init__(self, text: bool, seed: int | None = None) -> None:
         self.text = text
-        self._seed = np.uint64(secrets.randbits(64))  # no input can be made to share a slot; results are the same
+        # a random one, so that no input can be made to share a slot; numbers do not depend on it
+        self._seed = np.uint64(secrets.randbits(64) if seed is None else seed)
         self._shards = [_Shard() for _ in range(SHARDS)]
 
     def __len__(self) -> int:
@@ -120,6 +121,29 @@ class Table:
         for step in range(turn, turn + SHARDS):
             number = step % SHARDS
             yield number, self._shards[number], order[starts[number] : starts[number + 1]]
+
+    def counts(self) -> NDArray[np.int64]:
+        """The number of ids in each shard."""
+        return np.array([shard.count for shard in self._shards])
+
+    def places(self) -> NDArray[np.int64]:
+        """The smallest place of each mark's id; 0 for marks of no id."""
+        places = np.zeros(int(self.counts().max()) * SHARDS, np.int64)
+        for number, shard in enumerate(self._shards):
+            places[number : shard.count * SHARDS : SHARDS] = shard.places[: shard.count]
+        return places
+
+    def hashes(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int32]]]:
+        """Yield the hashes and marks of the ids of each shard; equal ids of tables with one seed have one hash."""
+        for number, shard in enumerate(self._shards):
+            used = np.flatnonzero(shard.slots >= 0)
+            yield shard.hashes[used], shard.slots[used] * np.int32(SHARDS) + np.int32(number)
+
+    def key(self, mark: int) -> Key:
+        """The id of a mark."""
+        shard, local = self._shards[mark % SHARDS], mark // SHARDS
+        start, end = int(shard.keys[local - 1]) if local else 0, int(shard.keys[local])
+        return shard.text[start:end].tobytes().decode() if self.text else end
 
     def finish(self) -> NDArray[np.int32]:
         """For each mark the number of its id in order of first appearance; frees the slots."""

@@ -37,6 +37,7 @@ RULES = ("max", "sum", "first", "last", "error")
 _CHUNK = 1 << 20  # entries that one thread looks at before the next
 _EXPECTED = 20  # pairs of an id with itself in data of two different sets; then a tenth or less has odds of 10⁻⁶
 _ROWS = 1 << 16  # left rows that are looked at together
+_ENTRIES = 1 << 22  # pairs that are counted together
 _MANY, _PIECE = 1 << 22, 1 << 20  # rows from which on all cores are used, and of a piece that one of them takes
 _REASONS = {"rows_without_id": "without an id", "rows_without_number": "without a value, weight or time"}
 _SHARE = 0.01  # of the rows; more are worth a warning
@@ -235,26 +236,37 @@ def _values(name: str, data: NDArray[np.number]) -> None:
         check.finite(name, flat)  # says where
 
 
-def are_one_set(matrix: sp.csr_matrix, left_ids: Ids, right_ids: Ids) -> bool:
+def selected(matrix: sp.csr_matrix, chosen: NDArray[np.bool_]) -> sp.csr_matrix:
+    """Return the matrix with only some of its entries."""
+    offsets = np.concatenate([[0], np.cumsum(chosen)])[matrix.indptr].astype(matrix.indptr.dtype)
+    return sp.csr_matrix((matrix.data[chosen], matrix.indices[chosen], offsets), shape=matrix.shape)
+
+
+def are_one_set(
+    matrix: sp.csr_matrix,
+    left_ids: Ids,
+    right_ids: Ids,
+    total: Callable[[NDArray[np.float64]], NDArray[np.float64]] = lambda numbers: numbers,
+) -> bool:
     """Whether both sides are one set of entities, such as packages that depend on packages.
 
     They are if at least half of the ids of the smaller side are on the other side, and pairs of an id with itself are
     rare: less than a tenth of the number expected for unrelated sides, such as users and films that are both numbered
     from 1. If fewer than twenty are expected, the answer is no. Cost: O(ids + pairs).
+
+    If several processes have some left rows each, ``total`` adds numbers over them.
     """
-    if len(left_ids) <= len(right_ids):  # rows: the left row of each right id, −1 if it is not on the left
-        rows = join(right_ids, index_of(left_ids))
-    else:
-        places = join(left_ids, index_of(right_ids))
-        there = np.flatnonzero(places >= 0)
-        rows = np.full(len(right_ids), -1, dtype=np.int64)
-        rows[places[there]] = there
+    rows = _left_rows(left_ids, right_ids)
     columns = np.flatnonzero(rows >= 0)
-    if 2 * len(columns) < max(1, min(matrix.shape)):
+    common, count, pairs = total(np.array([len(columns), len(left_ids), matrix.nnz], np.float64))
+    if 2 * common < max(1, min(count, len(right_ids))):
         return False
-    left, right = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
-    chances = left[rows[columns]].astype(np.float64) * right[columns] / max(1, matrix.nnz)
-    expected = float(np.minimum(chances, 1.0).sum())
+    left, right = np.diff(matrix.indptr), np.zeros(matrix.shape[1])
+    for first in range(0, matrix.nnz, _ENTRIES):  # numpy makes 8 bytes of each
+        right += np.bincount(matrix.indices[first : first + _ENTRIES], minlength=len(right))
+    right = total(right)
+    chances = left[rows[columns]].astype(np.float64) * right[columns] / max(1, pairs)
+    expected = float(total(np.minimum(chances, 1.0).sum(keepdims=True))[0])
     if expected < _EXPECTED:
         return False
     found = 0  # pairs of an entity with itself
@@ -262,7 +274,27 @@ def are_one_set(matrix: sp.csr_matrix, left_ids: Ids, right_ids: Ids) -> bool:
         offsets = matrix.indptr[first : first + _ROWS + 1]
         own = np.repeat(np.arange(first, first + len(offsets) - 1), np.diff(offsets))
         found += int((rows[matrix.indices[offsets[0] : offsets[-1]]] == own).sum())
-    return found <= 0.1 * expected
+    return bool(total(np.array([found], np.float64))[0] <= 0.1 * expected)
+
+
+def _left_rows(left_ids: Ids, right_ids: Ids) -> NDArray[np.int64]:
+    """The left row of each right id, −1 if it is not on the left."""
+    if len(left_ids) <= len(right_ids) and object in (left_ids.dtype, right_ids.dtype):
+        return join(right_ids, index_of(left_ids))
+    rows: NDArray[np.int64] = np.full(len(right_ids), -1, dtype=np.int64)
+    if object in (left_ids.dtype, right_ids.dtype):
+        places = join(left_ids, index_of(right_ids))
+        there = np.flatnonzero(places >= 0)
+        rows[places[there]] = there
+        return rows
+    order = np.argsort(right_ids)
+    known = right_ids[order]
+    for first in range(0, len(left_ids) if len(known) else 0, _ROWS):
+        part = left_ids[first : first + _ROWS]
+        at = np.minimum(np.searchsorted(known, part), len(known) - 1)
+        there = np.flatnonzero(known[at] == part)
+        rows[order[at[there]]] = first + there
+    return rows
 
 
 @dataclass(frozen=True)
@@ -446,7 +478,7 @@ def rows_left_out(report: Mapping[str, int]) -> int:
 def warn_of_pairs(name: str, lost: int, total: int, example: object, hint: str = "") -> None:
     """Warn if more than 1% of the pairs have an unknown id; ``hint`` says what to do about it."""
     if lost > _SHARE * total:
-        why = f"an id is not in the training data, such as {example!r}"
+        why = f"an id is not in the training data{'' if example is None else f', such as {example!r}'}"
         _warn(f"pairs of {name}", lost, total, f"{why}; {hint}" if hint else why)
 
 

@@ -5,6 +5,9 @@ begin with ``_`` or ``.`` and those ending in .crc are what writers leave next t
 ``_temporary``) and are skipped. Any other file is refused, and so is a Delta table, whose log says which parts still
 count. A folder called ``key=value`` gives every row below it a column ``key``, as Hive does.
 
+:class:`Folder` reads all files or some of them. For a fit by several processes (distributed/partition.py) files belong
+to *groups*: all files below one folder ``key=value``, or one file without such a folder.
+
 Threads read one part each, batch by batch, and turn its ids into numbers as they come. Memory: 8 bytes for each row
 that is kept (its two ids as numbers; 4 more for each value or weight, 8 for a time), the table of distinct ids
 (data/interning.py), and one batch per thread. The matrix takes as much or more and is built from these arrays nearly
@@ -32,7 +35,7 @@ from gramtower._util import host
 from gramtower._util.host import parallel_for
 from gramtower.data import frames
 from gramtower.data.frames import Choice
-from gramtower.data.ids import integers
+from gramtower.data.ids import Ids, Key, integers
 from gramtower.data.matrices import Fields, Rule, check_rows
 from gramtower.data.sources import reading
 
@@ -62,6 +65,12 @@ class Part:
     keys: dict[str, str]  # the columns given by its folders, key=value
     size: int  # in bytes
     modified: int  # in nanoseconds since 1970
+
+    @property
+    def group(self) -> str:
+        """The files that belong together: the folder ``key=value`` that the file is below, or the file itself."""
+        levels = self.name.split("/")
+        return "/".join(levels[: max((n for n, level in enumerate(levels[:-1], 1) if "=" in level), default=None)])
 
 
 @dataclass(frozen=True)
@@ -156,17 +165,43 @@ def read_folder(
     folder: Path, choices: Sequence[Choice], rule: Rule, progress: Callable[[ReadingProgress], None] | None = None
 ) -> tuple[Fields, str, str]:
     """Read the fields of Interactions, and the names of the left and right column."""
-    with reading(folder):
-        parts = list_parts(folder)
-        described = [_describe(part, choices) for part in parts]
-        names = _same_columns(parts, described, choices)
-        total = sum(one.rows for one in described)
+    found = Folder(folder, choices)
+    rows = found.read(range(len(found.parts)), rule, progress)
+    check_rows(rows.report)
+    return rows.fields(), found.names[0], found.names[1]
+
+
+class Folder:
+    """A folder of parts whose columns were checked.
+
+    Attributes:
+        parts: the files, in order.
+        rows: number of rows of each file.
+        names: names of the chosen columns.
+    """
+
+    def __init__(self, path: Path, choices: Sequence[Choice]) -> None:
+        with reading(path):
+            self.path, self.parts = path, list_parts(path)
+            self._described = [_describe(part, choices) for part in self.parts]
+            self.names = _same_columns(self.parts, self._described, choices)
+        self.rows = [one.rows for one in self._described]
+        self._columns = {argument: name for (argument, _), name in zip(choices, self.names, strict=True)}
+
+    def read(
+        self,
+        files: range,
+        rule: Rule,
+        progress: Callable[[ReadingProgress], None] | None = None,
+        seed: int | None = None,
+    ) -> Collected:
+        """Read consecutive files; ``seed`` is that of the hashes of left ids."""
+        total, columns = sum(self.rows[number] for number in files), dict(self._columns)
         if 8 * total > host.memory_size():
-            check.fail("path", f"{folder} with {total:,} rows", "rows that fit in memory, 8 bytes each at least")
-        columns = {argument: name for (argument, _), name in zip(choices, names, strict=True)}
+            check.fail("path", f"{self.path} with {total:,} rows", "rows that fit in memory, 8 bytes each at least")
         if not rule.reads_value:
             columns.pop("value", None)
-        collected = _Collected(parts, described, columns, rule, progress)
+        collected = Collected(self.parts, self._described, files, columns, rule, progress, seed)
         errors: dict[int, BaseException] = {}
 
         def work(number: int, _: int) -> None:
@@ -175,11 +210,12 @@ def read_folder(
             except BaseException as error:  # also Ctrl-C: the other threads stop after their batch
                 errors[number] = error
 
-        parallel_for(work, list(range(len(parts) + 1)))
-        if errors:
-            raise errors[min(errors)]
-        check_unchanged(folder, parts)
-        return collected.fields(), names[0], names[1]
+        with reading(self.path):
+            parallel_for(work, list(range(files.start, files.stop + 1)))
+            if errors:
+                raise errors[min(errors)]
+            check_unchanged(self.path, self.parts)
+        return collected
 
 
 def _describe(part: Part, choices: Sequence[Choice]) -> _Described:
@@ -213,25 +249,32 @@ def _same_columns(parts: Sequence[Part], described: Sequence[_Described], choice
     return names
 
 
-class _Collected:
-    """The rows read so far; batches come in any order and from several threads."""
+class Collected:
+    """The rows read so far; batches come in any order and from several threads.
+
+    ``left`` and ``right`` are the tables of ids, ``report`` counts rows.
+    """
 
     def __init__(
         self,
         parts: Sequence[Part],
         described: Sequence[_Described],
+        files: range,
         columns: dict[str, str],
         rule: Rule,
         progress: Callable[[ReadingProgress], None] | None,
+        seed: int | None,
     ) -> None:
         from gramtower.data.interning import Table
 
         self._parts, self._described, self._columns, self._rule = parts, described, columns, rule
         self._progress, self._began = progress, time.perf_counter()
-        self._done, self._total = sum(not one.rows for one in described), sum(one.rows for one in described)
+        rows = [described[number].rows for number in files]
+        self._done, self._all, self._total = rows.count(0), len(files), sum(rows)
         self._lock, self._pieces = threading.Lock(), dict[tuple[int, int], "Piece"]()
-        self._report = {"rows": 0, "rows_without_id": 0, "rows_without_number": 0, "rows_below_threshold": 0}
-        self._tables = {side: Table(self._is_text(columns[side])) for side in ("left", "right")}
+        self._columns_of: NDArray[np.int32] = np.empty(0, np.int32)  # of marks, after right_ids()
+        self.report = {"rows": 0, "rows_without_id": 0, "rows_without_number": 0, "rows_below_threshold": 0}
+        self.left, self.right = Table(self._is_text(columns["left"]), seed), Table(self._is_text(columns["right"]))
         self._stored = [name for name in dict.fromkeys(columns.values()) if name in described[0].columns]
         self._texts = [name for name in self._stored if frames.is_text(described[0].types[name])]
 
@@ -274,8 +317,8 @@ class _Collected:
             kept &= numbers["value"] >= self._rule.threshold
             counts["rows_below_threshold"] = rows - counts["rows_without_number"] - int(np.count_nonzero(kept))
         left, right = (
-            _marks(self._tables[side], side, part, self._columns[side], cells[side], kept, place)
-            for side in ("left", "right")
+            _marks(table, side, part, self._columns[side], cells[side], kept, place)
+            for side, table in (("left", self.left), ("right", self.right))
         )
         chosen = slice(None) if kept.all() else kept
         exact = np.float64 if self._rule.duplicates == "sum" else np.float32
@@ -286,30 +329,50 @@ class _Collected:
         piece = Piece(_own(left[chosen]), _own(right[chosen]), own)
         with self._lock:
             for name, count in counts.items():
-                self._report[name] += count
+                self.report[name] += count
             if len(piece.left):
                 self._pieces[number, start] = piece
             self._done += start + rows == self._described[number].rows
-            reached = self._done, len(self._parts), self._report["rows"], self._total
+            reached = self._done, self._all, self.report["rows"], self._total
         if self._progress is not None:
             self._progress(ReadingProgress(*reached, time.perf_counter() - self._began))
 
-    def fields(self) -> Fields:
-        """Build the matrix and the ids."""
+    def split_left_id(self) -> tuple[Key, str, str] | None:
+        """Return a left id with rows in two groups of files, and a file of each; None if there is no such id."""
+        groups = np.unique([part.group for part in self._parts], return_inverse=True)[1]
+        files = self.left.places() >> _WITHIN  # of each mark, the first file
+        for (number, _), piece in sorted(self._pieces.items()):
+            wrong = groups[files[piece.left]] != groups[number]
+            if wrong.any():
+                mark = int(piece.left[np.argmax(wrong)])
+                return self.left.key(mark), self._parts[files[mark]].name, self._parts[number].name
+        return None
+
+    def left_hashes(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
+        """Yield some of the left ids at a time: their hashes, and the number of the file that has each."""
+        files = self.left.places() >> _WITHIN
+        yield from ((hashes, files[marks]) for hashes, marks in self.left.hashes())
+
+    def right_ids(self) -> Ids:
+        """Return the right ids of these rows in order of first appearance, and empty their table."""
+        self._columns_of = self.right.finish()
+        return self.right.names(self._columns_of)
+
+    def fields(self, right: tuple[NDArray[np.int32], Ids] | None = None) -> Fields:
+        """Build the matrix and the ids; ``right`` numbers the result of :meth:`right_ids` among all right ids."""
         from gramtower.data.grouping import group
 
-        report = self._report
-        check_rows(report)
         pieces = [self._pieces.pop(key) for key in sorted(self._pieces)]
-        left, right = self._tables["left"], self._tables["right"]
-        shape = len(left), len(right)
         host.return_memory()
-        renumber = left.finish(), right.finish()
+        rows, columns = self.left.finish(), self.right.finish() if right is None else self._columns_of
+        shape = len(self.left), len(self.right) if right is None else len(right[1])
+        columns = columns if right is None else right[0][columns]
         host.return_memory()
-        matrix, weights, times, merged = group(pieces, shape, self._rule.duplicates, renumber)
+        matrix, weights, times, merged = group(pieces, shape, self._rule.duplicates, (rows, columns))
         host.return_memory()
-        report |= {"rows_merged": merged, "pairs": matrix.nnz, "left": shape[0], "right": shape[1]}
-        return Fields(matrix, left.names(renumber[0]), right.names(renumber[1]), times, weights, report)
+        report = self.report | {"rows_merged": merged, "pairs": matrix.nnz, "left": shape[0], "right": shape[1]}
+        right_ids = self.right.names(columns) if right is None else right[1]
+        return Fields(matrix, self.left.names(rows), right_ids, times, weights, report)
 
 
 def _key_cells(part: Part, key: str, rows: int) -> pa.DictionaryArray:

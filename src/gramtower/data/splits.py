@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
@@ -81,11 +82,17 @@ def per_user(pairs: Interactions, test: float = 0.2, *, minimum: int = 1, seed: 
         seed: seed of the random choice.
     """
     generator, share = _generator(pairs, seed), _share("test", test)
-    counts = np.diff(pairs.matrix.indptr).astype(np.int64)
+    return _split(pairs, per_user_mask(pairs.matrix, share, minimum, generator))
+
+
+def per_user_mask(
+    matrix: sp.csr_matrix, share: float, minimum: int, generator: np.random.Generator
+) -> NDArray[np.bool_]:
+    """Which pairs :func:`per_user` holds out; the generator draws one number for each."""
+    counts = np.diff(matrix.indptr).astype(np.int64)
     kept = check.count("minimum", minimum, minimum=0, most=2**62)
     out = np.minimum(np.floor(share * counts + 0.5), counts - kept).clip(0)
-    rank = _ranks(pairs, generator.random(len(pairs)))
-    return _split(pairs, rank < np.repeat(out, counts))
+    return _ranks(matrix, generator.random(matrix.nnz)) < np.repeat(out, counts)
 
 
 def leave_one_out(pairs: Interactions, *, minimum: int = 1, seed: int = 0) -> Split:
@@ -172,7 +179,7 @@ def held_out_users(pairs: Interactions, users: float = 0.1, *, history: float = 
     active = np.flatnonzero(counts)
     rows = generator.permutation(active)[: _taken("users", users, len(active), "users")]
     shown = np.minimum(np.floor(given * counts + 0.5), counts - 1)
-    rank = _ranks(pairs, generator.random(len(pairs)))
+    rank = _ranks(pairs.matrix, generator.random(len(pairs)))
     return _without(pairs, 0, rows, rank < np.repeat(shown, counts))
 
 
@@ -219,7 +226,7 @@ def _need_times(pairs: Interactions) -> NDArray[np.float64]:
 def _last(pairs: Interactions, count: int, minimum: object, seed: object) -> NDArray[np.bool_]:
     """A mask of the last pairs of each user, by time if there are times, that leaves ``minimum`` pairs."""
     generator, counts = _generator(pairs, seed), _degrees(pairs, 0).astype(np.int64)
-    rank = _ranks(pairs, generator.random(len(pairs)), None if pairs.times is None else -pairs.times)
+    rank = _ranks(pairs.matrix, generator.random(len(pairs)), None if pairs.times is None else -pairs.times)
     out = np.minimum(count, counts - check.count("minimum", minimum, minimum=0, most=2**62)).clip(0)
     return np.asarray(rank < np.repeat(out, counts))
 
@@ -273,14 +280,14 @@ def _degrees(pairs: Interactions, axis: int) -> NDArray[np.integer]:
 
 
 def _ranks(
-    pairs: Interactions, draw: NDArray[np.float64], first: NDArray[np.float64] | None = None
+    matrix: sp.csr_matrix, draw: NDArray[np.float64], first: NDArray[np.float64] | None = None
 ) -> NDArray[np.int64]:
     """Place of each pair among its user's pairs, ordered by ``first`` and then by ``draw``."""
-    counts = np.diff(pairs.matrix.indptr)
+    counts = np.diff(matrix.indptr)
     rows = np.repeat(np.arange(len(counts)), counts)
     order = np.lexsort((draw, rows) if first is None else (draw, first, rows))
-    rank = np.empty(len(pairs), dtype=np.int64)
-    rank[order] = np.arange(len(pairs)) - np.repeat(pairs.matrix.indptr[:-1], counts)
+    rank = np.empty(matrix.nnz, dtype=np.int64)
+    rank[order] = np.arange(matrix.nnz) - np.repeat(matrix.indptr[:-1], counts)
     return rank
 
 

@@ -115,9 +115,13 @@ class Group:
         """All-gather JSON values by rank."""
         return [value]
 
-    def copy_from_first_(self, tensor: Tensor) -> Tensor:
-        """Broadcast the first process's tensor, in place."""
+    def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Broadcast the tensor of a process, the first one unless given, in place."""
         return tensor
+
+    def exchange_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """All-to-all: send the next ``counts[r]`` rows to each process r; returns the rows received, by rank."""
+        return rows
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Pending:
         """All-gather: all processes' rows by rank; ``counts`` are the numbers of rows of each."""
@@ -179,10 +183,18 @@ class ProcessGroup(Group):
         ends = [sum(counts[: rank + 1]) for rank in range(self.size)]
         return [json.loads(gathered[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
-    def copy_from_first_(self, tensor: Tensor) -> Tensor:
+    def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
         buffer = tensor.to(self.device)
-        self._call("copy_from_first", lambda: self._dist.broadcast(buffer, 0))
+        self._call("broadcast", lambda: self._dist.broadcast(buffer, source))
         return tensor if buffer is tensor else tensor.copy_(buffer)
+
+    def exchange_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        sent = rows.to(self.device).contiguous()
+        received = [other[self.rank] for other in self.gather_json(list(counts))]
+        found = sent.new_empty(sum(received), *rows.shape[1:])
+        self.bytes["scatter"] += (len(rows) - counts[self.rank]) * rows[:1].numel() * rows.element_size()
+        self._call("exchange_rows", lambda: self._dist.all_to_all_single(found, sent, received, list(counts)))
+        return found.to(rows.device)
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int], out: Tensor | None = None) -> Pending:
         """All-gather rows; shorter shards are padded to the longest."""

@@ -1,28 +1,28 @@
-"""Partitions: folders of pairs split by left entity, of which each process of a fit reads only its shard.
+"""Partitions: folders of Parquet files, each left id in one part, of which each process of a fit reads its share.
 
-    manifest.json                  shape, counts, which rows are in which part, the names of the files, a checksum
-    part-00000-TOKEN.safetensors   offsets, columns and labels of the part's rows, weights and held-out pairs if any,
-                                   left ids
-    right-TOKEN.safetensors        right ids
+Any engine writes them, with ids as they are. A *part* is a file, or all files below a folder ``key=value``; its rows
+may be in any order. Which files count, and how their columns are read, is described in data/parquet.py. Process r of N
+reads consecutive whole parts, so that rows are even, and there must be at least N parts.
 
-Parts have about equal work: pairs plus tower work. Each of N processes takes consecutive whole parts, so there must be
-at least N. Left rows keep their order, so a fit is the same for any N. A new partition in the same folder gets new file
-names, the manifest is replaced atomically, and then the old files are removed: an interruption leaves the old partition
-or the new one. Files have checksums (tensors.py) and are checked against the manifest.
+Ids are numbered in order of first appearance, as :meth:`Interactions.from_parquet` numbers those of the same folder, so
+a fit is the same for any N. Left ids need no agreement: those of process r follow those of process r − 1. Right ids are
+sent from each process in turn, without those that others sent before. No process holds the pairs of others, and all
+hold the right ids.
+
+A left id in two parts is an error. In one process the numbers of left ids show it; between processes, process h mod N
+compares all hashes h of left ids, a sixteenth of them at a time, and the ids themselves where hashes are equal.
+Memory: that of the process's own pairs (data/parquet.py), and the right ids twice.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import secrets
-import zlib
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import scipy.sparse as sp
@@ -31,45 +31,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util import tensors as _tensors
-from gramtower._util.files import build, is_left_over, write_text
-from gramtower.data.ids import Ids, pack_ids, unpack_ids
-from gramtower.data.interactions import Interactions
-from gramtower.data.matrices import pattern
-from gramtower.distributed.group import SINGLE, Group
-from gramtower.distributed.shards import Rows, Shards, balanced, entity_costs
+from gramtower._util.files import replacing_folder
+from gramtower.data.frames import Column
+from gramtower.data.ids import Ids, Key, pack_ids
+from gramtower.data.interactions import Interactions, column_choices, has_values, pair_table
+from gramtower.data.matrices import Rule, are_one_set, check_rows, selected
+from gramtower.data.parquet import Collected, Folder, ReadingProgress
+from gramtower.data.sources import PathLike, existing
+from gramtower.distributed.group import Group, agree, current_group
+from gramtower.distributed.shards import Rows, Shards, balanced
 
-MANIFEST = "manifest.json"
-_FORMAT, _VERSION = "gramtower-partition", 2
-_KIND = ("gramtower-part", _VERSION)
-_FILE_NAME = re.compile(r"(part-\d+|right)-[0-9a-f]{8}\.safetensors")
-_TYPES = {"offsets": torch.int64, "columns": torch.int32, "labels": torch.float32}
-_ROW_WORK = 200.0  # tower work of an entity in units of a pair's, for the default towers
+if TYPE_CHECKING:  # compiled by numba
+    from gramtower.data.interning import Table
 
-
-@dataclass(frozen=True)
-class Listed:
-    """A part in the manifest: its file, its left rows (first, stop) and their number of pairs."""
-
-    file: str
-    rows: list[int]
-    pairs: int
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The content of a partition."""
-
-    format: str  # the name of the format
-    version: int  # version of the format
-    shape: list[int]  # numbers of left and right entities
-    pairs: int  # number of pairs
-    held_out: int | None  # number of held-out pairs, or None
-    weights: bool  # whether pairs have weights
-    left: str  # name of the left column
-    right: str  # name of the right column
-    ids: str  # file of the right ids
-    parts: list[Any]  # the parts, in order of their rows
+_NAME = re.compile(r"part-\d{5}\.parquet")
+_NEXT = 1 << 40  # places of right ids that each process may use
+_NAMED = 8  # pairs of equal hashes that are looked at: two ids with one hash are rare
 
 
 @dataclass(frozen=True)
@@ -78,11 +55,15 @@ class Shard:
 
     matrix: sp.csr_matrix  # local left rows × all right columns
     weights: NDArray[np.float32] | None  # weights of the pairs, or None
-    held_out: sp.csr_matrix | None  # validation pairs in the same form, or None
     left_ids: NDArray[Any]  # ids of the local left rows
-    folder: Path  # the folder of the partition
+    right_ids: NDArray[Any]  # ids of all right entities
     shards: Shards  # the row ranges of all processes
     pairs: int  # number of pairs of all processes
+    left_name: str = "left"  # name of the left column
+    right_name: str = "right"  # name of the right column
+    report: Mapping[str, int] = field(default_factory=dict)  # counts of rows read, dropped and merged by all processes
+    one_set: bool = False  # whether both sides are one set of entities
+    held_out: sp.csr_matrix | None = None  # validation pairs in the form of the matrix, or None
     held_out_pairs: int | None = None  # number of held-out pairs of all processes, or None
 
     @property
@@ -93,213 +74,190 @@ class Shard:
     def __len__(self) -> int:
         return self.pairs
 
-    def right_ids(self) -> Ids:
-        """Ids of all right entities."""
-        with _refusing(self.folder):
-            return _ids(_read(self.folder, read_manifest(self.folder).ids), "", self.shards.right.total)
+    def holding_out(self, held: NDArray[np.bool_]) -> Shard:
+        """Hold out some of the local pairs, for validation; every process does so with its own."""
+        count = int(self.shards.group.totals(float(held.sum()))[0])
+        return replace(
+            self, matrix=selected(self.matrix, ~held), weights=None if self.weights is None else self.weights[~held],
+            held_out=selected(self.matrix, held), pairs=self.pairs - count, held_out_pairs=count,
+        )  # fmt: skip
 
 
-def write_partition(
-    pairs: Interactions,
-    folder: str | Path,
-    parts: int,
-    held_out: Interactions | None = None,
-    row_work: float = _ROW_WORK,
-) -> Manifest:
-    """Write pairs as a folder of parts; returns the manifest.
+def write_partition(pairs: Interactions, folder: str | Path, parts: int) -> list[int]:
+    """Write pairs as a folder of Parquet parts with about equally many pairs; returns these numbers.
+
+    The columns are the ids, named as in the pairs, and ``value``, ``weight`` and ``time`` if there are any.
 
     Args:
-        pairs: the training pairs.
+        pairs: the pairs.
         folder: a new or empty folder, or one with an earlier partition, which is replaced.
         parts: number of parts; at least the largest number of processes that will read them.
-        held_out: validation pairs of the same entities.
-        row_work: tower work of a left entity, in units of the work of one pair.
     """
-    folder = Path(folder)
+    folder, offsets = Path(folder), pairs.matrix.indptr
     check.count("parts", parts)
-    if held_out is not None and held_out.shape != pairs.shape:
-        check.fail("held_out", f"shape {held_out.shape}", f"shape {pairs.shape}: pairs of the same entities")
-    if folder.exists() and not folder.is_dir():
-        check.fail("folder", f"{folder}, which is a file", "a new or empty folder, or an earlier partition")
-    there = [path.name for path in folder.iterdir()] if folder.exists() else []
-    others = [name for name in there if name != MANIFEST and not _FILE_NAME.fullmatch(name) and not is_left_over(name)]
-    known = _format_of(folder)
-    if known not in (None, _FORMAT) or (others and known != _FORMAT):
-        given = f"{folder}, which holds other files such as {[*others, MANIFEST][0]}"
+    others = sorted(path.name for path in folder.iterdir() if not _NAME.fullmatch(path.name)) if folder.is_dir() else []
+    if others or (folder.exists() and not folder.is_dir()):
+        given = f"{folder}, which {f'holds other files such as {others[0]}' if others else 'is a file'}"
         check.fail("folder", given, "a new or empty folder, or an earlier partition")
-    token = secrets.token_hex(4)
-    counts = np.diff(pairs.matrix.indptr)
-    bounds = balanced(entity_costs(counts, row_work), parts)
-    listed = []
-    for number, (first, stop) in enumerate(itertools.pairwise(map(int, bounds))):
-        tensors = _rows(pairs.matrix, first, stop, "")
-        if pairs.weights is not None:
-            span = slice(int(pairs.matrix.indptr[first]), int(pairs.matrix.indptr[stop]))
-            tensors["weights"] = torch.from_numpy(pairs.weights[span].copy())
-        if held_out is not None:
-            tensors |= _rows(held_out.matrix, first, stop, "held_out_")
-        tensors |= {f"left_{key}": t for key, t in pack_ids(pairs.left_ids[first:stop]).items()}
-        part = Listed(f"part-{number:05d}-{token}.safetensors", [first, stop], int(counts[first:stop].sum()))
-        _tensors.write(folder / part.file, *_KIND, asdict(part), tensors)
-        listed.append(asdict(part))
-    ids = f"right-{token}.safetensors"
-    _tensors.write(folder / ids, *_KIND, {"file": ids}, pack_ids(pairs.right_ids))
-    held = None if held_out is None else len(held_out)
-    manifest = Manifest(
-        _FORMAT, _VERSION, list(pairs.shape), len(pairs), held, pairs.weights is not None, pairs.left_name,
-        pairs.right_name, ids, listed,
-    )  # fmt: skip
-    write_text(folder / MANIFEST, json.dumps(asdict(manifest) | {"checksum": _checksum(manifest)}, indent=1) + "\n")
-    for old in folder.iterdir():
-        if _FILE_NAME.fullmatch(old.name) and token not in old.name:
-            old.unlink(missing_ok=True)
-    return manifest
+    bounds, values = [int(offsets[row]) for row in balanced(np.diff(offsets), parts)], has_values(pairs)
+    with replacing_folder(folder) as partial:
+        for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            pair_table(pairs, start, stop, values).write_parquet(partial / f"part-{number:05d}.parquet")
+    return np.diff(bounds).tolist()
 
 
-def is_partition(path: Path) -> bool:
-    """Whether a path is a partition."""
-    return (path / MANIFEST).is_file()
+def refuse_old(name: str, folder: Path) -> None:
+    """Refuse a partition in the format that was written before partitions were Parquet files."""
+    if (folder / "manifest.json").is_file() and any(folder.glob("part-*.safetensors")):
+        given = f"{folder}, a partition in a format that is no longer read"
+        check.fail(name, given, "a folder of Parquet files: run gramtower partition again on the pairs")
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a partition."""
-    try:
-        plain = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"folder: {folder} is not a partition ({error}); gramtower partition makes one") from error
-    found = plain if isinstance(plain, dict) else {}
-    if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
-        given = f"{str(found.get('format'))[:40]} version {str(found.get('version'))[:20]}"
-        check.fail("folder", f"{folder} with {given}", f"{_FORMAT} version {_VERSION}")
-    with _refusing(folder):
-        checksum = found.pop("checksum", None)
-        manifest = build(MANIFEST, Manifest, found)
-        if checksum != _checksum(manifest):
-            raise ValueError(f"{MANIFEST} does not match its checksum")
-        _check_manifest(manifest)
-    return manifest
+def read_part(
+    folder: PathLike,
+    left: Column = 0,
+    right: Column = 1,
+    *,
+    value: Column | None = None,
+    weight: Column | None = None,
+    time: Column | None = None,
+    threshold: float | None = None,
+    labels: bool = False,
+    duplicates: str = "max",
+    same_entities: bool | None = None,
+    group: Group | None = None,
+    progress: Callable[[ReadingProgress], None] | None = None,
+) -> Shard:
+    """Read this process's share of a partition; a single process reads all of it.
 
-
-def read_part(folder: str | Path, group: Group = SINGLE) -> Shard:
-    """Read this process's shard of a partition; a single process reads all of it."""
-    folder = Path(folder)
+    Args:
+        folder: a folder of Parquet files in which no left id is in two parts (a file, or a folder ``key=value``).
+        left: column of left ids, by name or by position from 0.
+        right: column of right ids.
+        value: column of values; :class:`gramtower.Interactions` describes this and the next arguments.
+        weight: column of weights.
+        time: column of times; rows without one are dropped, and times are not kept.
+        threshold: smallest value that makes a pair.
+        labels: whether values are the labels.
+        duplicates: how rows of the same pair are merged.
+        same_entities: whether both sides are one set of entities; None decides from the data.
+        group: the processes; otherwise those of the default group of torch.distributed.
+        progress: is called after each batch of rows of this process.
+    """
+    group = current_group() if group is None else group
     with group.together():
-        manifest = read_manifest(folder)
-        listed = [build("parts", Listed, part) for part in manifest.parts]
-        m, n = manifest.shape
-        if len(listed) < group.size:
-            check.fail("folder", f"{len(listed)} parts in {folder}", f"at least {group.size}, one for each process")
-        cuts = balanced([part.pairs + _ROW_WORK * (part.rows[1] - part.rows[0]) for part in listed], group.size)
-        ends = [*(part.rows[0] for part in listed), m]
-        left = Rows(tuple(ends[cut] for cut in cuts), group.rank)
-        right = Rows(balanced(np.ones(n), group.size), group.rank)
-        with _refusing(folder):
-            own = listed[cuts[group.rank] : cuts[group.rank + 1]]
-            # without an own part, another one says of which type ids are
-            read = [_read_listed(folder, manifest, part) for part in own or listed[:1]]
-        local = [tensors for tensors, _ in read] if own else []
-        shard = Shard(
-            _stack(local, "", n, left.count),
-            np.concatenate([t["weights"].numpy() for t in local]) if manifest.weights and local else None,
-            None if manifest.held_out is None else _stack(local, "held_out_", n, left.count),
-            np.concatenate([ids for _, ids in read])[: left.count],
-            folder,
-            Shards(group, left, right),
-            manifest.pairs,
-            manifest.held_out,
-        )
-    return shard
+        rule = Rule(threshold, labels, duplicates, value)
+        ids, others = column_choices(left, right, value=value, weight=weight, time=time)
+        path = existing("folder", folder, folder=True)
+        if not path.is_dir():
+            check.fail("folder", f"{path}, which is a file", "a folder of Parquet files")
+        refuse_old("folder", path)
+        source = Folder(path, ids + others)
+        files = range(len(source.parts))
+        parts = [list(numbers) for _, numbers in itertools.groupby(files, lambda file: source.parts[file].group)]
+        if len(parts) < group.size:
+            expected = f"at least {group.size}, one for each process; write more files, or start fewer processes"
+            check.fail("folder", f"{len(parts)} parts in {source.path}", expected)
+        cuts = balanced([sum(source.rows[file] for file in part) for part in parts], group.size)
+        first, stop = ([*parts, [len(files)]][cuts[rank]][0] for rank in (group.rank, group.rank + 1))
+    agree(group, {"folder": f"{len(source.parts):,} files with {sum(source.rows):,} rows"})
+    seed = group.from_first(secrets.randbits(63))
+    with group.together():
+        rows = source.read(range(first, stop), rule, progress, seed)
+        if (found := rows.split_left_id()) is not None:
+            _refuse_split(*found)
+    _check_apart(rows, source, group)
+    report = _added(group, rows.report)
+    with group.together():
+        if group.rank == 0:
+            check_rows(report)
+        names = rows.right_ids()
+    columns, right_ids = _agree_on_ids(names, group)
+    del names
+    with group.together():
+        fields = rows.fields((columns, right_ids))
+    report = _added(group, fields.report)
+    counts = group.gather_json(len(fields.left_ids))
+    bounds = (0, *itertools.accumulate(counts)), balanced(np.ones(len(right_ids)), group.size)
+    shards = Shards(group, Rows(bounds[0], group.rank), Rows(bounds[1], group.rank))
+
+    def total(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
+        return group.sum_(torch.from_numpy(numbers)).numpy()
+
+    given = None if same_entities is None else check.flag("same_entities", same_entities)
+    one_set = are_one_set(fields.matrix, fields.left_ids, right_ids, total) if given is None else given
+    return Shard(
+        fields.matrix, fields.weights, fields.left_ids, right_ids, shards, report["pairs"], source.names[0],
+        source.names[1], report | {"left": shards.left.total, "right": len(right_ids)}, one_set,
+    )  # fmt: skip
 
 
-def _check_manifest(manifest: Manifest) -> None:
-    if len(manifest.shape) != 2 or not all(1 <= size < 2**31 for size in manifest.shape):
-        check.fail("shape", manifest.shape[:4], "two numbers of entities")
-    parts = [build("parts", Listed, part) for part in manifest.parts]
-    names = [manifest.ids, *(part.file for part in parts)]
-    wrong = next((name for name in names if not _FILE_NAME.fullmatch(name)), None)
-    if wrong is not None or len(set(names)) < len(names):
-        given = f"a file {(names[0] if wrong is None else wrong)[:80]!r}"
-        check.fail("parts", given, "distinct names such as part-00000-0a1b2c3d.safetensors")
-    at, total = 0, sum(part.pairs for part in parts)
-    for part in parts:
-        if len(part.rows) != 2 or part.rows[0] != at or part.rows[1] < at or part.pairs < 0:
-            check.fail("parts", f"rows {part.rows[:4]} with {part.pairs} pairs", f"rows from {at} on")
-        at = part.rows[1]
-    if at != manifest.shape[0] or total != manifest.pairs or (manifest.held_out or 0) < 0:
-        check.fail("parts", f"{at} rows and {total} pairs in the parts", f"{manifest.shape[0]} and {manifest.pairs}")
+def _added(group: Group, report: dict[str, int]) -> dict[str, int]:
+    """The counts of all processes."""
+    found = group.gather_json(report)
+    return {name: sum(one[name] for one in found) for name in report}
 
 
-def _read_listed(folder: Path, manifest: Manifest, part: Listed) -> tuple[dict[str, Tensor], Ids]:
-    """Read the tensors and ids of a part, checked against the manifest."""
-    tensors = _read(folder, part.file, asdict(part))
-    rows = part.rows[1] - part.rows[0]
-    pairs = [""] if manifest.held_out is None else ["", "held_out_"]
-    dtypes = {f"{p}{name}": dtype for p in pairs for name, dtype in _TYPES.items()}
-    dtypes |= {"weights": torch.float32} if manifest.weights else {}
-    found = {name: tensor for name, tensor in tensors.items() if not name.startswith("left_")}
-    if {name: tensor.dtype for name, tensor in found.items()} != dtypes or any(t.dim() != 1 for t in found.values()):
-        check.fail(part.file, f"tensors {', '.join(found)[:80]}", f"{', '.join(dtypes)} of their types")
-    for p in pairs:
-        offsets, columns, labels = (found[f"{p}{name}"].numpy() for name in _TYPES)
-        pattern(f"{part.file}: {p}columns", columns, offsets, (rows, manifest.shape[1]))
-        if len(labels) != len(columns) or (not p and len(columns) != part.pairs):
-            check.fail(part.file, f"{len(columns)} pairs and {len(labels)} labels", f"{part.pairs} of each")
-        check.finite(f"{part.file}: {p}labels", labels)
-    if manifest.weights:
-        check.weights(f"{part.file}: weights", found["weights"].numpy(), part.pairs)
-    return tensors, _ids(tensors, "left_", rows)
+def _refuse_split(key: Key, one: str, two: str) -> None:
+    expected = "every left id in one part (a file, or a folder key=value): partition by left id, such as"
+    expected += " df.repartition(64, 'user').write.parquet(…) in Spark, or run gramtower partition"
+    check.fail("folder", f"rows of left id {key!r} in {one} and in {two}", expected)
 
 
-def _ids(tensors: dict[str, Tensor], prefix: str, rows: int) -> Ids:
-    ids = unpack_ids(tensors, prefix)
-    if ids is None or len(ids) != rows:
-        check.fail(f"{prefix}ids", "none" if ids is None else f"{len(ids)} ids", f"{rows} ids")
-    return ids
+def _check_apart(rows: Collected, source: Folder, group: Group) -> None:
+    """Refuse a left id that rows of several processes have."""
+    if group.size == 1:
+        return
+    equal: list[list[int]] = []  # a hash, and the files of two ids that have it
+    for hashes, files in rows.left_hashes():
+        target = (hashes >> np.uint64(32)) % np.uint64(group.size)
+        order = np.argsort(target, kind="stable")
+        entries = torch.from_numpy(np.stack([hashes.view(np.int64), files], axis=1)[order])
+        counts = np.bincount(target.astype(np.int64), minlength=group.size).tolist()
+        found = group.exchange_rows(entries, counts).numpy()
+        found = found[np.argsort(found[:, 0], kind="stable")]
+        twice = np.flatnonzero(found[1:, 0] == found[:-1, 0])[:_NAMED]
+        equal += [[*found[at].tolist(), int(found[at + 1, 1])] for at in twice]
+    suspects = [one for part in group.gather_json(equal[:_NAMED]) for one in part]
+    asked = np.array([one[0] for one in suspects], np.int64).view(np.uint64)
+    own: list[list[object]] = []
+    for hashes, marks in rows.left.hashes() if suspects else ():
+        for at in np.flatnonzero(np.isin(hashes, asked)):
+            own.append([int(hashes[at].view(np.int64)), rows.left.key(int(marks[at]))])
+    known = [tuple(one) for part in group.gather_json(own) for one in part]
+    for number, one, two in suspects:
+        same = [key for other, key in known if other == number]
+        if len(set(same)) < len(same):
+            key = next(key for key in same if same.count(key) > 1)
+            _refuse_split(key, source.parts[one].name, source.parts[two].name)
 
 
-def _rows(matrix: sp.csr_matrix, first: int, stop: int, prefix: str) -> dict[str, Tensor]:
-    offsets = matrix.indptr[first : stop + 1].astype(np.int64)
-    span = slice(int(offsets[0]), int(offsets[-1]))
-    return {
-        f"{prefix}offsets": torch.from_numpy(offsets - offsets[0]),
-        f"{prefix}columns": torch.from_numpy(matrix.indices[span].astype(np.int32)),
-        f"{prefix}labels": torch.from_numpy(matrix.data[span].astype(np.float32)),
-    }
+def _agree_on_ids(names: Ids, group: Group) -> tuple[NDArray[np.int32], Ids]:
+    """The number of each local id among the ids of all processes in order of first appearance, and all ids."""
+    if group.size == 1:
+        return np.arange(len(names), dtype=np.int32), names
+    from gramtower.data.interning import SHARDS, Table
+
+    table, marks = Table(names.dtype == object), np.empty(0, np.int32)
+    for rank in range(group.size):
+        new = names[:0]
+        if rank == group.rank:
+            known = table.counts()
+            marks = _enter(table, pack_ids(names), rank)
+            new = names[marks // SHARDS >= known[marks % SHARDS]]
+        packed = pack_ids(new)
+        sizes = group.gather_json([len(tensor) for tensor in packed.values()])[rank]
+        for (name, tensor), size in zip(packed.items(), sizes, strict=True):
+            packed[name] = group.broadcast_(tensor if rank == group.rank else tensor.new_empty(size), rank)
+        if rank != group.rank:
+            _enter(table, packed, rank)
+    numbers = table.finish()
+    return numbers[marks], table.names(numbers)
 
 
-def _stack(tensors: list[dict[str, Tensor]], prefix: str, n: int, rows: int) -> sp.csr_matrix:
-    def joined(name: str, dtype: type) -> NDArray[Any]:
-        return np.concatenate([np.empty(0, dtype), *(t[prefix + name].numpy() for t in tensors)])
-
-    counts = [np.diff(t[f"{prefix}offsets"].numpy()) for t in tensors]
-    offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.empty(0, np.int64), *counts]))])
-    return sp.csr_matrix((joined("labels", np.float32), joined("columns", np.int32), offsets), shape=(rows, n))
-
-
-def _read(folder: Path, name: str, header: dict[str, object] | None = None) -> dict[str, Tensor]:
-    """Read the tensors of a file, whose header must match the manifest."""
-    with closing(_tensors.TensorFile(folder / name, *_KIND)) as file:
-        if file.header != (header or {"file": name}):
-            check.fail(name, "the header of another file", "that of its place in the manifest")
-        return {key: file.read(key) for key in file.shapes}
-
-
-@contextmanager
-def _refusing(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise ValueError(f"folder: {folder} is missing or damaged ({error}); write the partition again") from error
-
-
-def _checksum(manifest: Manifest) -> int:
-    return zlib.crc32(json.dumps(asdict(manifest), sort_keys=True).encode())
-
-
-def _format_of(folder: Path) -> object:
-    """The format that the manifest of a folder states; None without a readable manifest."""
-    try:
-        plain = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return plain.get("format", "other") if isinstance(plain, dict) else "other"
+def _enter(table: Table, ids: dict[str, Tensor], rank: int) -> NDArray[np.int32]:
+    """Enter ids of a process into a table; returns their marks."""
+    if "numbers" in ids:
+        return table.add_numbers(ids["numbers"].numpy(), rank * _NEXT + np.arange(len(ids["numbers"])))
+    lengths = np.diff(ids["offsets"].numpy())
+    return table.add_texts(ids["text"].numpy(), lengths, rank * _NEXT + np.arange(len(lengths)))

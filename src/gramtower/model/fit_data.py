@@ -21,11 +21,11 @@ from gramtower.data.frames import Column
 from gramtower.data.ids import Key, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike, pairs_of, union
 from gramtower.data.matrices import SparseMatrix, checked, resized, warn_of_pairs
-from gramtower.data.splits import per_user
+from gramtower.data.splits import per_user, per_user_mask
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import SINGLE, Digest, Group, agree, current_group
 from gramtower.distributed.partition import Shard
-from gramtower.distributed.shards import Rows, Shards, entity_costs, row_work, spread, unsharded
+from gramtower.distributed.shards import Shards, entity_costs, row_work, spread, unsharded
 from gramtower.metrics.definitions import to_maximise
 from gramtower.model import defaults
 from gramtower.model.feature_spec import (
@@ -45,7 +45,7 @@ from gramtower.model.feature_spec import (
 from gramtower.model.settings import ModelSettings
 
 FitPairs: TypeAlias = Interactions | Shard | SparseMatrix
-Validation: TypeAlias = PairsLike | Shard | float | None  # pairs, or a share of those to learn from
+Validation: TypeAlias = PairsLike | float | None  # pairs, or a share of those to learn from
 Numbered = tuple[int | None, int | None]  # see Interactions.numbered
 
 
@@ -197,8 +197,9 @@ def prepare_data(
     with group.together():
         if held_out is not None or validation is not None:
             to_maximise(settings.metric)
-        if validation is not None:
-            held_out = _held_out(validation, part, ids, shape, shards.left, numbered)
+        if part is None and validation is not None:
+            rows_held = aligned("validation", validation, ids, shape, numbered)
+            held_out = rows_held[shards.left.first : shards.left.stop]
         if part is None:
             matrix, weights = local_pairs(matrix, weights, shards)
             ids = shards.left.local_rows("left ids", ids[0]), ids[1]
@@ -207,6 +208,8 @@ def prepare_data(
             training_parts(one.side, one.local(rows, part is not None), own, seen, rows)
             for one, rows, own, seen in zip(both, (shards.left, shards.right), local, (matrix, matrix.T), strict=True)
         ]
+    if part is not None and validation is not None:
+        held_out = _held_out_of_part(validation, ids, matrix.shape, group)
     left, left_rows = training_inputs("left", parts[0], shards.left, group, scale)
     left = left.with_usual_history(matrix, group)
     right, right_rows = training_inputs("right", parts[1], shards.right, group, scale)
@@ -220,7 +223,7 @@ def prepare_data(
     activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
     return FitData(
         matrix, weights, ids, shards, observed, held_out, (left, right), (left_rows, right_rows), device, hidden, dim,
-        normalize, numbered, isinstance(pairs, Interactions) and pairs.one_set, activation,
+        normalize, numbered, isinstance(pairs, (Interactions, Shard)) and pairs.one_set, activation,
         refine, _entries(group, (left, right), (left_rows, right_rows), shape),
     )  # fmt: skip
 
@@ -268,20 +271,28 @@ def matrix_and_ids(pairs: FitPairs, name: str = "pairs") -> tuple[sp.csr_matrix,
 
 
 def hold_out(pairs: FitPairs, share: object, seed: int) -> tuple[Any, Any]:
-    """Split off a share of each left entity's pairs, drawn with the seed; every left entity keeps a pair."""
-    if isinstance(pairs, Shard):
-        check.fail("validation", share, "nothing: a partition holds its own held-out pairs")
-    matrix, _ = matrix_and_ids(pairs)
+    """Split off a share of each left entity's pairs, drawn with the seed; every left entity keeps a pair.
+
+    A shard keeps its held-out pairs itself, and the second result is None. They do not depend on the number of
+    processes.
+    """
+    group = pairs.shards.group if isinstance(pairs, Shard) else SINGLE
+    matrix = pairs.matrix if isinstance(pairs, Shard) else matrix_and_ids(pairs)[0]
     taken = check.number("validation", share, above=0.0)
     if taken >= 1:
         check.fail("validation", share, "a share of each user's pairs, above 0 and below 1, or pairs")
     counts = np.diff(matrix.indptr)
-    if not (np.minimum(np.floor(taken * counts + 0.5), counts - 1) > 0).any():  # what per_user holds out
+    some = (np.minimum(np.floor(taken * counts + 0.5), counts - 1) > 0).any()  # what per_user holds out
+    state = group.gather_json([bool(some), int(counts.max(initial=0)), int(matrix.nnz)])
+    if not any(one[0] for one in state):
         given = (
             f"{share}, which leaves no user both a pair to learn from and one to be ranked on "
-            f"(pairs of the most active user: {counts.max(initial=0)})"
+            f"(pairs of the most active user: {max(one[1] for one in state)})"
         )
         check.fail("validation", given, "a larger share, or users with more pairs")
+    if isinstance(pairs, Shard):
+        draws = np.random.PCG64(seed).advance(sum(one[2] for one in state[: group.rank]))
+        return pairs.holding_out(per_user_mask(matrix, taken, 1, np.random.Generator(draws))), None
     if isinstance(pairs, Interactions):
         split = per_user(pairs, taken, minimum=1, seed=seed)
         return split.train, split.test
@@ -386,7 +397,7 @@ def _read_pairs(pairs: FitPairs, group: Group) -> tuple[sp.csr_matrix, Ids, NDAr
     if pairs.shards.group.size != group.size:
         given = f"a part read for {pairs.shards.group.size} processes"
         check.fail("pairs", given, f"one read for {group.size}: read_part inside the process group")
-    return pairs.matrix, (pairs.left_ids, pairs.right_ids()), pairs.weights
+    return pairs.matrix, (pairs.left_ids, pairs.right_ids), pairs.weights
 
 
 def _agree_on_pairs(group: Group, matrix: sp.csr_matrix) -> None:
@@ -396,11 +407,13 @@ def _agree_on_pairs(group: Group, matrix: sp.csr_matrix) -> None:
         agree(group, {"pairs": f"{matrix.shape[0]} × {matrix.shape[1]}, {matrix.nnz} pairs, digest {digest}"})
 
 
-def _held_out(
-    validation: FitPairs, part: Shard | None, ids: Ids, shape: tuple[int, int], rows: Rows, numbered: Numbered
-) -> sp.csr_matrix:
-    if part is None:
-        return aligned("validation", validation, ids, shape, numbered)[rows.first : rows.stop]
-    if not isinstance(validation, Shard):
-        check.fail("validation", type(validation).__name__, "nothing: a partition holds its own held-out pairs")
-    return validation.matrix
+def _held_out_of_part(validation: FitPairs, ids: Ids, shape: tuple[int, int], group: Group) -> sp.csr_matrix:
+    """Held-out pairs of the local left rows; each process has all of them."""
+    with group.together():
+        found = align("validation", validation, ids, shape)
+    known = int(group.totals(float(found.pairs.nnz))[0])
+    if known == 0:
+        refuse_strangers("validation", found, ids)
+    if group.rank == 0:
+        warn_of_pairs("validation", found.total - known, found.total, None)
+    return found.pairs

@@ -23,7 +23,7 @@ from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
-from gramtower.distributed.partition import Shard, read_manifest
+from gramtower.distributed.partition import Shard
 from gramtower.engine.objective.cuda_graphs import return_memory
 from gramtower.engine.objective.problem import Point, Problem
 from gramtower.model.feature_spec import Both, GivenFeatures
@@ -83,8 +83,8 @@ def fit(
     elif isinstance(validation, Real):
         train, held_out = hold_out(pairs, validation, check.seed(settings.seed))
     if check.flag("refit", refit):
-        if isinstance(pairs, Shard):
-            check.fail("refit", True, "False: a partition has its held-out pairs in files of their own")
+        if isinstance(pairs, Shard) and not isinstance(validation, Real):
+            check.fail("refit", True, "False, or validation as a share: processes that share a folder do not add pairs")
         if validation is None:
             check.fail("refit", True, "validation as well: a share such as 0.1, or pairs, to find the iterations")
     path = None if previous is None else previous.path
@@ -206,11 +206,8 @@ def _fit(
 def _names(pairs: FitPairs, previous: FittedModel | None) -> tuple[str, str]:
     """What the data calls left and right entities; what the previous model calls them where the data does not say."""
     found = FittedModel.names
-    if isinstance(pairs, Interactions):
+    if isinstance(pairs, (Interactions, Shard)):
         found = str(pairs.left_name), str(pairs.right_name)
-    elif isinstance(pairs, Shard):
-        manifest = read_manifest(pairs.folder)
-        found = manifest.left, manifest.right
     return previous.names if previous is not None and found == FittedModel.names else found
 
 

@@ -198,17 +198,9 @@ def _hold_out_of_part(part: Shard, features: Both, seed: int) -> HeldOut | str:
     held, rows = _held_pairs(part.matrix, seed, group, part.shards.left.first, before)
     if rows < _LEAST:
         return _too_few(rows)
-    coo = part.matrix.tocoo()
-    train, test = (
-        sp.csr_matrix((coo.data[mask], (coo.row[mask], coo.col[mask])), shape=part.matrix.shape)
-        for mask in (~held, held)
-    )
-    count = int(group.totals(float(held.sum()))[0])
-    weights = None if part.weights is None else part.weights[~held]
-    inner = replace(part, matrix=train, weights=weights, held_out=test, pairs=part.pairs - count, held_out_pairs=count)
-    return HeldOut(
-        inner, features, None, None, 1 - count / part.pairs, 1.0, f"{count:,} pairs of {rows:,} left entities"
-    )
+    inner = part.holding_out(held)
+    count, kept = part.pairs - inner.pairs, inner.pairs / part.pairs
+    return HeldOut(inner, features, None, None, kept, 1.0, f"{count:,} pairs of {rows:,} left entities")
 
 
 def _dim(settings: ModelSettings, pairs: FitPairs, most: tuple[int, int]) -> int | None:

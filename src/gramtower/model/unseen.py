@@ -185,7 +185,7 @@ def _refuse_others(settings: ModelSettings, pairs: FitPairs, features: FeaturesL
     if (processes := current_group().size) > 1:
         check.fail("validation_side", f"{side!r} in {processes} processes", "None, or one process")
     if isinstance(pairs, Shard):
-        check.fail("validation_side", repr(side), "None: a partition holds its own held-out pairs")
+        check.fail("validation_side", repr(side), "None, or Interactions: read_part reads for several processes")
     if not isinstance(share, Real) or isinstance(share, bool):
         expected = f"a share of the {side} entities, such as 0.1, with validation_side={side!r}"
         check.fail("validation", "None" if share is None else type(share).__name__, expected)
@@ -294,7 +294,7 @@ class ExpectedIds:
             Z = R / scale
             rho, before = (R * Z).sum(0), rho
             P = Z + (rho / before.clamp(min=tiny)) * P
-        return self.group.copy_from_first_(mean), self.group.copy_from_first_(B)
+        return self.group.broadcast_(mean), self.group.broadcast_(B)
 
     def in_parameters(self, towers: Towers, parameters: Parameters, d: Tensor) -> Parameters:
         """Parameters that embed entities without an id with the expected vector; trained ones they embed wrongly."""

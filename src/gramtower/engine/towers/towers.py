@@ -407,5 +407,5 @@ def _join(
             given = f"{key} {other[key]} instead of {reports[0][key]} in process {rank}"
             check.fail("towers", given, "towers that differ between processes only in table rows")
     for name in shared:
-        shards.group.copy_from_first_(trainable[name].data)
+        shards.group.broadcast_(trainable[name].data)
     return frozenset(owned)
