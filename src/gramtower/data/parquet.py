@@ -14,11 +14,11 @@ result equals that of the same rows in one file, for any number of threads.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util import host
+from gramtower._util.files import files_below
 from gramtower._util.host import parallel_for
 from gramtower.data import frames
 from gramtower.data.frames import Choice
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # compiled by numba
     from gramtower.data.interning import Table
 
 Kind = TypeVar("Kind", bound=np.generic)
+_THREADS = 8
 STEP = 1 << 19  # rows of a batch
 _ENDINGS = (".parquet", ".pq")
 _TABLES = (".csv", ".tsv", ".dat", ".data", ".txt")  # of the folders that public data sets come in
@@ -97,7 +99,7 @@ def is_parts(path: Path) -> bool:
     """Whether a path is a folder with Parquet files and without the tables of another layout."""
     if not path.is_dir() or any(file.suffix.lower() in _TABLES for file in path.iterdir()):
         return False
-    return any(name.lower().endswith(_ENDINGS) for _, name in _visible(path))
+    return any(file.name.lower().endswith(_ENDINGS) for file in _visible(path))
 
 
 def list_parts(folder: Path) -> list[Part]:
@@ -106,9 +108,8 @@ def list_parts(folder: Path) -> list[Part]:
         expected = f"{_EXPECTED}; export the current rows of the table to a folder of their own"
         check.fail("path", f"{folder}, a Delta table, of whose files not all may count", expected)
     found = []
-    for place, name in _visible(folder):
-        path = place / name
-        if not name.lower().endswith(_ENDINGS):
+    for path in _visible(folder):
+        if not path.name.lower().endswith(_ENDINGS):
             expected = f"{_EXPECTED} (.parquet, .pq) and no other files, unless their names begin with _ or ."
             check.fail("path", f"{path} among the parts", expected)
         if not path.is_file():
@@ -141,15 +142,9 @@ def check_unchanged(folder: Path, parts: list[Part]) -> None:
             check.fail("path", given, "a folder that does not change while it is read")
 
 
-def _visible(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield folder and name of the files that count."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for place, below, names in os.walk(folder, onerror=fail):
-        below[:] = sorted(name for name in below if not name.startswith(("_", ".")))
-        yield from ((Path(place), name) for name in names if not (name.startswith(("_", ".")) or name.endswith(".crc")))
+def _visible(folder: Path) -> Iterator[Path]:
+    """Yield the files that count."""
+    return (path for path in files_below(folder) if not path.name.endswith(".crc"))
 
 
 def read_folder(
@@ -158,7 +153,8 @@ def read_folder(
     """Read the fields of Interactions, and the names of the left and right column."""
     with reading(folder):
         parts = list_parts(folder)
-        described = [_describe(part, choices) for part in parts]
+        with ThreadPoolExecutor(_THREADS) as pool:  # of objects, the requests take most of the time
+            described = list(pool.map(lambda part: _describe(part, choices), parts))
         names = _same_columns(parts, described, choices)
         total = sum(one.rows for one in described)
         if 8 * total > host.memory_size():
@@ -183,7 +179,7 @@ def read_folder(
 
 
 def _describe(part: Part, choices: Sequence[Choice]) -> _Described:
-    with reading(part.path), frames.parquet_file("path", part.path) as file:
+    with reading(part.path), frames.parquet_file("path", part.path, footer=True) as file:
         schema, wanted = file.schema_arrow, {column for _, column in choices}
         chosen = [name for place, name in enumerate(schema.names) if name in wanted or place in wanted]
         types = {name: frames.polars_type(schema.field(name).type) for name in chosen}

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import tensors as _tensors
-from gramtower._util.files import build, is_left_over, write_text
+from gramtower._util.files import as_path, build, is_left_over, write_text
 from gramtower.data.ids import Ids, pack_ids, unpack_ids
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import pattern
@@ -115,7 +115,7 @@ def write_partition(
         held_out: validation pairs of the same entities.
         row_work: tower work of a left entity, in units of the work of one pair.
     """
-    folder = Path(folder)
+    folder = as_path(folder)
     check.count("parts", parts)
     if held_out is not None and held_out.shape != pairs.shape:
         check.fail("held_out", f"shape {held_out.shape}", f"shape {pairs.shape}: pairs of the same entities")
@@ -182,7 +182,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def read_part(folder: str | Path, group: Group = SINGLE) -> Shard:
     """Read this process's shard of a partition; a single process reads all of it."""
-    folder = Path(folder)
+    folder = as_path(folder)
     with group.together():
         manifest = read_manifest(folder)
         listed = [build("parts", Listed, part) for part in manifest.parts]
