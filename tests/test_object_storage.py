@@ -190,6 +190,26 @@ def test_lists_are_written_in_parts_and_joined(s3, tmp_path, monkeypatch, ending
     assert [path.name for path in as_path("s3://lake").iterdir()] == [f"lists.{ending}"]
 
 
+def test_lists_that_stopped_go_on_after_their_last_part(s3, monkeypatch):
+    monkeypatch.setattr(list_files, "_ANSWERS", 80)
+    write, written = list_files.ListFile.write, []
+
+    def breaking(self, part, *more):
+        if part == 2 and len(written) == 2:
+            raise OSError("no space left")
+        written.append(part)
+        return write(self, part, *more)
+
+    monkeypatch.setattr(list_files.ListFile, "write", breaking)
+    with pytest.raises(OSError, match="no space"):
+        model().recommend_all("s3://lake/lists.csv", k=5)
+    assert not as_path("s3://lake/lists.csv").exists()
+    written.append("again")
+    model().recommend_all("s3://lake/lists.csv", k=5)
+    assert written == [0, 1, "again", 2]
+    assert as_path("s3://lake/lists.csv").read_text().count("\n") == 40 * 5 + 1
+
+
 def test_commands_take_urls(s3, capsys):
     upload("s3://lake/pairs.csv", frame().write_csv().encode())
     small = ["--dim", "4", "--hidden", "none", "--device", "cpu", "--max-iterations", "2", "--select", "off"]
@@ -289,11 +309,22 @@ def test_a_download_that_breaks_once_goes_on(proxy):
     assert proxy.cut[2] == 0
 
 
-def test_a_download_that_always_breaks_names_the_url(proxy):
+def test_a_download_that_always_breaks_names_the_url_and_takes_nothing_for_damaged(proxy):
+    fit = functools.partial(gt.TwoTower(**SMALL, max_iterations=1).fit, frame(), left="user", right="item")
     upload("s3://lake/pairs.csv", frame(20_000).write_csv().encode() * 60)
-    proxy.cut = ("down", 20_000, 1000)
-    with pytest.raises(ConnectionError, match=r"s3://lake/pairs\.csv"):
-        gt.Interactions.from_csv("s3://lake/pairs.csv", "user", "item")
+    fit(checkpoint="s3://lake/checkpoint").save("s3://lake/model")
+    write_partition(gt.Interactions.from_frame(frame(), "user", "item"), "s3://lake/parts", 1)
+    proxy.cut = ("down", 2000, 1000)
+    for name, read in (
+        ("pairs.csv", lambda url: gt.Interactions.from_csv(url, "user", "item")),
+        ("checkpoint", lambda url: fit(checkpoint=url)),
+        ("model", gt.load),
+        ("parts", read_part),
+    ):
+        with pytest.raises(ConnectionError, match=f"s3://lake/{name}"):
+            read(f"s3://lake/{name}")
+    proxy.cut = None
+    assert len(fit(checkpoint="s3://lake/checkpoint").history_) == 2
 
 
 @pytest.mark.parametrize("size", [1 << 24, 5 << 20], ids=["one request", "several parts"])

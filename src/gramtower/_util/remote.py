@@ -323,6 +323,7 @@ def holding(path: RemotePath) -> Iterator[None]:
 def _naming(path: RemotePath) -> Iterator[None]:
     """Turn errors of the store into an ``OSError`` that names the URL."""
     errors = _obstore().exceptions
+    denied = errors.PermissionDeniedError, errors.UnauthenticatedError
     try:
         yield
     except errors.PreconditionError as error:
@@ -331,14 +332,14 @@ def _naming(path: RemotePath) -> Iterator[None]:
         why = _reason(error)
         if isinstance(error, FileNotFoundError) or why.startswith("404"):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
-        if why.startswith(("401", "403")):
+        if isinstance(error, denied) or why.startswith(("401", "403")):
             rights = "check the credentials and their rights to read, list and write"
             raise PermissionError(f"{path}: access denied ({why}); {rights}") from error
         raise ConnectionError(f"{path}: the store did not answer as expected ({why})") from error
 
 
-def _replaced(path: RemotePath) -> OSError:
-    return OSError(f"{path} was replaced while it was read; read it again")
+def _replaced(path: RemotePath) -> ConnectionError:
+    return ConnectionError(f"{path} was replaced while it was read; read it again")
 
 
 def _reason(error: BaseException) -> str:

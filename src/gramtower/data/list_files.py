@@ -132,6 +132,8 @@ class ListFile:
         try:
             found = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
             of = found["of"] if (found["kind"], found["version"]) == (_KIND, _VERSION) else None
+        except ConnectionError:  # which says nothing about the file
+            raise
         except (OSError, ValueError, KeyError, TypeError):
             of = None
         if not isinstance(of, dict):

@@ -165,6 +165,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a partition."""
     try:
         plain = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except ConnectionError:  # which says nothing about the file
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"folder: {folder} is not a partition ({error}); gramtower partition makes one") from error
     found = plain if isinstance(plain, dict) else {}
@@ -288,6 +290,8 @@ def _read(folder: Path, name: str, header: dict[str, object] | None = None) -> d
 def _refusing(folder: Path) -> Iterator[None]:
     try:
         yield
+    except ConnectionError:  # which says nothing about the file
+        raise
     except (ValueError, OSError) as error:
         raise ValueError(f"folder: {folder} is missing or damaged ({error}); write the partition again") from error
 

@@ -380,6 +380,8 @@ def _refusing(path: Path) -> Iterator[None]:
     """Add the file name to errors."""
     try:
         yield
+    except ConnectionError:  # which says nothing about the file
+        raise
     except (ValueError, OSError) as error:
         raise ValueError(
             f"checkpoint: {path} is damaged or not a checkpoint of this version ({error}); delete it to start again"
