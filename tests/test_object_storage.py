@@ -112,6 +112,16 @@ def test_a_folder_of_parts_is_read_and_what_writers_leave_there_is_not(s3, tmp_p
     assert found.times.tolist() == local.times.tolist()
 
 
+@pytest.mark.parametrize("key", ["my pairs (1).csv", "city=S%C3%A3o/ä#?.csv", "a:b/x+y.csv"])
+def test_keys_are_taken_as_they_are(s3, key):
+    upload(f"s3://lake/keys/{key}", b"content")
+    store = obstore.store.S3Store("lake", endpoint=s3, client_options={"allow_http": True})
+    assert [one["path"] for one in obstore.list(store, "keys").collect()] == [f"keys/{key}"]
+    assert [(str(path), path.read_bytes()) for path in as_path("s3://lake/keys").glob("*/" * key.count("/") + "*")] == [
+        (f"s3://lake/keys/{key}", b"content")
+    ]
+
+
 def test_copies_are_removed(s3, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     upload("s3://lake/pairs.csv", frame().write_csv().encode())
@@ -386,6 +396,16 @@ def test_a_missing_key_and_a_missing_bucket_are_named(s3):
             read_part(url)
     with pytest.raises(FileNotFoundError, match="s3://other-lake/model"):
         model().save("s3://other-lake/model")
+
+
+def test_each_cloud_has_its_store(monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "lake")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    for scheme, kind in (("gs", "GCSStore"), ("az", "AzureStore")):
+        store, key = as_path(f"{scheme}://bucket/runs/model").place
+        assert (type(store).__name__, key) == (kind, "runs/model")
+        with pytest.raises(ValueError, match="after the bucket"):
+            model().save(f"{scheme}://bucket")
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class RemotePath(PosixPath):
         """The store of the object, and its key there."""
         scheme, parts = self.scheme, self.parts[1:]
         first = 1 if scheme != "hf" else 3 if parts[:1] in (("datasets",), ("spaces",)) else 2  # name a store
-        if len(parts) < first or "?" in str(self):
+        if len(parts) < first or (scheme.startswith("http") and "?" in str(self)):
             expected = "SCHEME://BUCKET/KEY, hf://datasets/OWNER/NAME/FILE, or a web address without ?"
             raise ValueError(f"path: got {self}, expected {expected}")
         settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
@@ -313,7 +313,7 @@ def holding(path: RemotePath) -> Iterator[None]:
     try:
         yield
     finally:
-        del _held[str(path)]
+        _held.pop(str(path), None)
         with suppress(OSError):  # the run has ended, well or not
             if RemotePath(lock).read_text() == mark:
                 RemotePath(lock).unlink()
