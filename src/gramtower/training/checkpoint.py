@@ -197,9 +197,9 @@ class StoredHistory:
         """Append the new records of a run, and flush them to disk."""
         text = "".join(record.to_json() + "\n" for record in records[self.count :]).encode()
         if is_remote(self.path):
-            self.content += text
             with replacing(self.path) as partial:
-                partial.write_bytes(self.content)
+                partial.write_bytes(self.content + text)
+            self.content += text
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
