@@ -6,7 +6,7 @@ COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src ./src
 RUN python -m venv /opt/gramtower \
  && /opt/gramtower/bin/pip install --no-cache-dir --disable-pip-version-check \
-    --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt ".[serve,ann]"
+    --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt ".[serve,ann,cloud]"
 
 FROM python:3.12-slim
 COPY --from=build /opt/gramtower /opt/gramtower

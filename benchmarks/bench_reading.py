@@ -2,6 +2,7 @@
 
     python benchmarks/bench_reading.py [csv] [--rows 10000000] [--rounds 3]
     python benchmarks/bench_reading.py parts [--rows 10000000] [--ids text] [--part-rows 1000000] [--folder FOLDER]
+    python benchmarks/bench_reading.py s3 [--rows 10000000] [--ids text] [--part-rows 1000000] [--rounds 3]
 
 Each run is a fresh process that times the work after its imports; peak memory is that of the process less what it
 held before the work (Linux).
@@ -15,21 +16,30 @@ it with its workers, whose memory (an interpreter, polars and a piece each) does
 10 ms. Bound: ≤ 1.5 from 100 million rows on, and less than 12 GB in all for 300 million. Writes the section parts-IDS
 of that file (with the number of rows in its name unless these are 300 million). Parts are made in FOLDER unless it
 holds some; 300 million rows of text take about 2 GB there.
+
+s3: time of reading the same parts from the disk and from a server with the interface of S3 (moto, in a process of its
+own on this machine). Rounds alternate between the two; the ratio of speeds is that of the medians. Bound: ≥ 0.5. Writes
+the section s3-IDS of that file, with the number of rows in its name unless these are 100 million.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 from common import write_result
 
-TIME_BOUND, MEMORY_BOUND, PARTS_BOUND = 1.5, 2.5, 1.5
+TIME_BOUND, MEMORY_BOUND, PARTS_BOUND, S3_BOUND = 1.5, 2.5, 1.5, 0.5
 
 MEASURE = """
 import json, re, sys, time
@@ -111,6 +121,29 @@ print(json.dumps({"seconds": seconds, "bytes": peak - before, "with_workers": to
 """
 
 
+MEASURE_S3 = """
+import sys, time
+import numba, polars, scipy.sparse
+from gramtower.data.interactions import Interactions
+
+Interactions.from_parquet(sys.argv[2], "user", "item")  # compiles, or loads compiled code
+start = time.perf_counter()
+made = Interactions.from_parquet(sys.argv[1], "user", "item")
+print(time.perf_counter() - start, len(made), *made.shape)
+"""
+
+SERVE_S3 = """
+import logging, sys
+from moto.server import ThreadedMotoServer
+
+logging.getLogger("werkzeug").setLevel(logging.ERROR)
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print("http://{}:{}".format(*server.get_host_and_port()), flush=True)
+sys.stdin.read()
+"""
+
+
 def generate_parts(folder: Path, rows: int, part_rows: int, text: bool) -> None:
     """Parts of pairs like those of generate."""
     import numpy as np
@@ -156,6 +189,54 @@ def measure_parts(options: argparse.Namespace) -> None:
     print(write_result(name, result))
 
 
+@contextlib.contextmanager
+def s3_server() -> Iterator[None]:
+    """Serve a bucket s3://lake for this process and those that it starts."""
+    command = [sys.executable, "-c", SERVE_S3]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        os.environ |= {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_ENDPOINT_URL": address}
+        urlopen(Request(f"{address}/lake", method="PUT")).close()
+        yield
+        server.terminate()
+
+
+def measure_s3(options: argparse.Namespace) -> None:
+    from gramtower._util.files import as_path, replacing
+
+    runs: dict[str, list[float]] = {"disk": [], "s3": []}
+    made = set()
+    with tempfile.TemporaryDirectory() as own, s3_server():
+        folder, small = options.folder or Path(own) / "parts", Path(own) / "small"
+        if not folder.exists():
+            generate_parts(folder, options.rows, options.part_rows, options.ids == "text")
+        generate_parts(small, 10_000, 5000, options.ids == "text")
+        for path in (*folder.iterdir(), *small.iterdir()):
+            with replacing(as_path(f"s3://lake/{path.parent.name}/{path.name}")) as partial:
+                shutil.copyfile(path, partial)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        for _ in range(options.rounds):
+            for name, place in (("disk", own), ("s3", "s3://lake")):
+                source = str(folder) if name == "disk" else f"{place}/{folder.name}"
+                command = [sys.executable, "-c", MEASURE_S3, source, f"{place}/small"]
+                done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+                seconds, *shape = done.stdout.split()
+                runs[name].append(float(seconds))
+                made.add(tuple(shape))
+    if len(made) > 1:
+        sys.exit(f"the pairs differ: {made}")
+    medians = {name: statistics.median(found) for name, found in runs.items()}
+    ratio = medians["disk"] / medians["s3"]
+    print(f"{options.rows:,} rows with {options.ids} ids, {size / 1e6:,.0f} MB in parts of {options.part_rows:,} rows")
+    for name, seconds in medians.items():
+        print(f"  {name:5} {seconds:7.2f} s, {options.rows / seconds / 1e6:.2f} M rows/s")
+    print(f"  ratio of speeds {ratio:.2f}, bound {S3_BOUND}: {'met' if ratio >= S3_BOUND else 'MISSED'}")
+    result = {"rows": options.rows, "file_bytes": size, "runs": runs, "ratio": ratio, "bound": S3_BOUND}
+    name = f"reading/s3-{options.ids}" + ("" if options.rows == 100_000_000 else f"-{options.rows}")
+    print(write_result(name, result))
+
+
 def generate(path: Path, rows: int, seed: int = 0) -> None:
     """Pairs of skewed popularity, in no order, with ids of 9 to 14 letters."""
     import numpy as np
@@ -180,15 +261,15 @@ def run(name: str, path: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["csv", "parts"], default="csv")
+    parser.add_argument("what", nargs="?", choices=["csv", "parts", "s3"], default="csv")
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ids", choices=["text", "numbers"], default="text")
     parser.add_argument("--part-rows", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
-    if options.what == "parts":
-        measure_parts(options)
+    if options.what != "csv":
+        (measure_parts if options.what == "parts" else measure_s3)(options)
         return
     runs: dict[str, list[dict[str, float]]] = {"polars": [], "gramtower": []}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import logging
 import os
+from datetime import timedelta
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; read when torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,3 +54,33 @@ def too_wide():
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    """The address of a server with the interface of S3 in this process."""
+    moto = pytest.importorskip("moto.server", reason="the tests of object storage need moto")
+    pytest.importorskip("obstore", reason="object storage needs obstore")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    yield "http://{}:{}".format(*server.get_host_and_port())
+    server.stop()
+
+
+@pytest.fixture
+def s3(s3_server, monkeypatch):
+    """The address of that server, with an empty bucket s3://lake and credentials, and few and quick retries."""
+    from gramtower._util import remote
+
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    pause = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2), "base": 2}
+    monkeypatch.setattr(remote, "RETRY", {"max_retries": 2, "retry_timeout": timedelta(seconds=5), "backoff": pause})
+    urlopen(Request(f"{s3_server}/moto-api/reset", method="POST")).close()
+    urlopen(Request(f"{s3_server}/lake", method="PUT")).close()
+    return s3_server

@@ -40,8 +40,10 @@ def python_blocks(text):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_python_runs(page, tmp_path, monkeypatch, capsys):
+def test_python_runs(page, tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)
+    if page.name == "object-storage.md":
+        request.getfixturevalue("s3")
     names = {"__name__": "__main__"}
     text = page.read_text()
     for line, source in python_blocks(text):
@@ -178,7 +180,7 @@ def test_the_oldest_versions_that_are_run_are_the_bounds():
     extras = project["optional-dependencies"]
     needs = [
         *project["dependencies"],
-        *(need for name in ("io", "cli", "plots", "tune", "serve", "ann", "dev") for need in extras[name]),
+        *(need for name in ("io", "cli", "plots", "tune", "serve", "ann", "cloud", "dev") for need in extras[name]),
     ]
     bounds = {m[1]: m[2] for need in needs if (m := re.match(r"([\w-]+)>=([\d.]+)", need))}
     run = dict(re.findall(r"^([\w-]+)==([\d.]+)", (ROOT / "constraints-oldest.txt").read_text(), re.MULTILINE))

@@ -39,12 +39,15 @@ USES = {
     "matplotlib": ("draw_comparison(Comparison)", "drawing needs matplotlib"),
     "faiss": ("index._faiss()", "an index needs faiss"),
     "hnswlib": ("index._hnswlib()", "an index of kind hnsw needs hnswlib"),
+    "obstore": ("gt.load('gs://lake/model')", "reading and writing URLs needs obstore"),
+    "boto3": ("need('boto3')", "reading and writing URLs needs boto3"),
 }
 SCRIPT = """
 import json, sys
 uses, said = json.loads(sys.argv[1]), {}
 sys.modules |= dict.fromkeys(uses)
 import numpy as np, gramtower as gt
+from gramtower._util.remote import _need as need
 from gramtower.training.callbacks import ProgressBar as bar
 from gramtower.serving import ann_index as index
 from gramtower.experiments.comparison_page import draw_comparison

@@ -36,6 +36,7 @@ PAIRS = (
 )
 TUNE = "gt.TwoTower(dim=4, max_iterations=2, device='cpu').tune(pairs, trials=1, validation=0.2, metric='recall@3')"
 DRAW = "from gramtower.experiments import figures; figures.new_figure(4, 3)"
+CLOUD = "from gramtower._util.files import as_path; as_path('http://127.0.0.1:9/x').place"
 MAIN = "import sys; sys.argv[1:] = {!r}; from gramtower.cli import main; main()"
 NOWHERE = "256.256.256.256"  # a host that no server can listen on
 #: extra → the program that needs it, and what it says without; in an order in which each is missing at first.
@@ -45,6 +46,7 @@ EXTRAS = {
     "tune": (PAIRS + TUNE, "tuning needs optuna"),
     "ann": ("from gramtower.serving import ann_index; ann_index._faiss().IndexFlatIP(4)", "an index needs faiss"),
     "hnsw": ("from gramtower.serving import ann_index; ann_index._hnswlib().Index(space='ip', dim=4)", "needs hnswlib"),
+    "cloud": (CLOUD, "reading and writing URLs needs obstore"),
     "cli": (MAIN.format(["info", "model.gramtower"]), "the command line needs cyclopts"),
     "serve": (MAIN.format(["serve", "model.gramtower", "--host", NOWHERE]), "serve needs"),
 }

@@ -60,7 +60,7 @@ def run(
     needs, tools = described(packages())
     known = sorted({tool for its in tools.values() for tool in its})
     asked = [list(its) for its in USES] if uses is None else [_known(its, known) for its in uses]
-    out = Path(tempfile.mkdtemp(prefix="gramtower-demo-") if out is None else out)
+    out = check.local_path("out", tempfile.mkdtemp(prefix="gramtower-demo-") if out is None else out)
     out.mkdir(parents=True, exist_ok=True)
     split = held_out(needs, side="left", share=0.2, seed=seed)
     train, test = split.train, split.test

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from gramtower._util.files import as_path, is_remote
+
 if TYPE_CHECKING:
     import torch
 
@@ -112,8 +114,16 @@ def flag(name: str, value: object) -> bool:
 def path(name: str, value: object) -> Path:
     """Check for a path."""
     if not isinstance(value, (str, os.PathLike)) or "\0" in str(value):
-        fail(name, repr(value), "a path: text or pathlib.Path")
-    return Path(value)
+        fail(name, repr(value), "a path or URL: text or pathlib.Path")
+    return as_path(value)
+
+
+def local_path(name: str, value: object) -> Path:
+    """Check for a path that is no URL."""
+    found = path(name, value)
+    if is_remote(found):
+        fail(name, found, "a local path; pairs, tables, models and lists can have URLs")
+    return found
 
 
 def listed(name: str, value: object, what: str = "values") -> list[Any]:
@@ -282,6 +292,8 @@ EXTRAS = {
     "onnx": "export",
     "onnxscript": "export",
     "onnxruntime": "export",
+    "obstore": "cloud",
+    "boto3": "cloud",
 }
 
 

@@ -1,4 +1,4 @@
-"""Files: atomic writes, JSON, TOML, and JSON as dataclasses.
+"""Files: paths and URLs, atomic writes, JSON, TOML, and JSON as dataclasses.
 
 A file is written in a temporary folder, synced to disk, and renamed. A killed process leaves such a folder,
 ``.gramtower-….partial``; the next write next to it removes it. A lock distinguishes it from the folder of a process
@@ -8,9 +8,11 @@ that is still writing.
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 import types
@@ -18,10 +20,75 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, TypeVar, Union
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, Union
 
+if TYPE_CHECKING:
+    from gramtower._util.remote import RemotePath
+
+SCHEMES = ("s3", "gs", "az", "hf", "http", "https")  # of URLs; the last three can only be read
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+WRITING = "_writing"  # marks a folder of objects that is not complete
 _PREFIX, _SUFFIX, _LOCK = ".gramtower-", ".partial", "lock"
+
+
+def as_path(value: str | os.PathLike[str]) -> Path:
+    """Return a path, or a path of remote.py for a URL; one of another scheme is refused.
+
+    The result for a URL is a new object, which reads the present version. ``Path`` drops a slash of "s3://bucket",
+    which is accepted here.
+    """
+    text = str(value) if isinstance(value, (str, PurePath)) else os.fspath(value)
+    if (found := _URL.match(text)) is None:
+        return Path(text)
+    if found[1].lower() not in SCHEMES:
+        expected = f"a local path, or a URL of {', '.join(SCHEMES)} (a local folder of this name: ./{found[1]}:)"
+        raise ValueError(f"path: got {text}, expected {expected}")
+    from gramtower._util.remote import RemotePath
+
+    return RemotePath(found[1].lower() + text[found.end(1) :])
+
+
+def is_remote(path: Path) -> TypeGuard[RemotePath]:
+    """Whether a path is a URL."""
+    return _URL.match(str(path)) is not None
+
+
+@contextmanager
+def fetched(path: Path, footer: bool = False) -> Iterator[Path | io.RawIOBase]:
+    """Yield a file to open: the path, or of a URL a copy for as long as the block runs.
+
+    With ``footer`` only a few bytes of a large object will be read, and only these are fetched.
+    """
+    if is_remote(path):
+        with path.fetched(footer) as file:
+            yield file
+    else:
+        yield path.absolute()
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a folder, at any depth, without those whose path has a part that begins with _ or a dot."""
+    if is_remote(folder):
+        start = len(folder.parts)
+        yield from (path for path in folder.below() if not any(part[0] in "_." for part in path.parts[start:]))
+        return
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, below, names in os.walk(folder, onerror=fail):
+        below[:] = sorted(name for name in below if name[0] not in "_.")
+        yield from (Path(place) / name for name in names if name[0] not in "_.")
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and what is in it."""
+    if is_remote(folder):
+        for path in folder.below():
+            path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder)
 
 
 @contextmanager
@@ -30,8 +97,14 @@ def replacing(path: Path) -> Iterator[Path]:
 
     If the block or the disk fails, the file at ``path`` is unchanged and nothing else is left. Parent folders are
     created. The new file has the permissions that an ordinary new file gets. A device, a pipe or a folder is never
-    replaced.
+    replaced. The object of a URL is replaced by one upload (remote.py).
     """
+    if is_remote(path):
+        from gramtower._util.remote import uploading
+
+        with uploading(path) as partial, _full_disk(path):
+            yield partial
+        return
     if path.exists() and not path.is_file():
         raise ValueError(f"path: got {path}, which is no ordinary file, expected one, or a new name")
     folder, lock = _writing_folder(path)
@@ -39,12 +112,8 @@ def replacing(path: Path) -> Iterator[Path]:
         partial = folder / "content"
         partial.touch()
         mode = partial.stat().st_mode
-        try:
+        with _full_disk(path):
             yield partial
-        except Exception as error:
-            if type(error).__name__ == "SafetensorError":  # a full disk, in the words of another package
-                raise OSError(f"{path} cannot be written: {error}") from error
-            raise
         partial.chmod(mode)  # some writers make theirs private
         _to_disk(partial)
         partial.replace(path)
@@ -61,8 +130,21 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     """Yield an empty temporary folder; it replaces ``path``, a folder or nothing, when the block succeeds.
 
     If the block fails, the folder at ``path`` is unchanged. A process that is killed between two renames at the end
-    leaves no folder there.
+    leaves no folder there. A folder of objects cannot be renamed: it has an object ``_writing`` while it is replaced,
+    and readers refuse it then.
     """
+    if is_remote(path):
+        with tempfile.TemporaryDirectory(prefix=_PREFIX) as local:
+            yield Path(local)
+            write_text(path / WRITING, "")
+            for old in path.below():
+                if old.name != WRITING:
+                    old.unlink(missing_ok=True)
+            for file in sorted(Path(local).iterdir()):
+                with replacing(path / file.name) as partial:
+                    file.replace(partial)
+            (path / WRITING).unlink()
+        return
     folder, lock = _writing_folder(path)
     try:
         partial = folder / "content"
@@ -79,6 +161,16 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
             os.close(lock)
+
+
+@contextmanager
+def _full_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ == "SafetensorError":  # a full disk, in the words of another package
+            raise OSError(f"{path} cannot be written: {error}") from error
+        raise
 
 
 def is_left_over(name: str) -> bool:

@@ -27,7 +27,7 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.checks import config_hidden
-from gramtower._util.files import plain
+from gramtower._util.files import as_path, plain
 from gramtower.cli.formats import DataOptions
 from gramtower.cli.options import (
     Common,
@@ -179,7 +179,7 @@ def make_runner(
             or_else = "; or --synthetic for pairs of its shape" if shaped else ""
             expected = f"a file of pairs, as an argument or as path below [data] of the config{or_else}"
             check.fail("DATA", "nothing", expected)
-        source = Path(settings.data.path)
+        source = as_path(settings.data.path)
         title = experiment.path.stem if experiment else source.stem if source.is_file() else source.resolve().name
         remark, everything = None, read_pairs(source, settings.data, loss=settings.model.loss or ModelSettings.loss)
     pairs, held_out = held_out_of(everything, settings.data, settings.train.seed or 0, of_all=True)
@@ -289,7 +289,7 @@ def compare(
         synthetic: Use generated pairs of the shape of the experiment instead of DATA; all output is marked as such.
         fresh: Replace a comparison that the folder holds.
     """
-    for_writing(out)
+    for_writing(check.local_path("out", out))
     asked = None if optimizers is None else _names(optimizers)
     runner, request = make_runner(path, config, synthetic, out, common, data, model, train, features)
     names = list(runner.options) if asked is None else asked

@@ -17,7 +17,7 @@ import scipy.sparse as sp
 from cyclopts import Parameter
 
 from gramtower._util import checks as check
-from gramtower._util.files import write_json, write_text
+from gramtower._util.files import as_path, write_json, write_text
 from gramtower.cli import reading
 from gramtower.cli.compare import show as show_comparison
 from gramtower.cli.fit_command import features_table
@@ -100,7 +100,7 @@ def benchmark(
         reference: The model that others are compared with [default: the best].
         fresh: Replace a benchmark that the folder holds.
     """
-    reading.for_writing(out)
+    reading.for_writing(check.local_path("out", out))
     for other in (out / HISTORY, out / reading.COMPARISON):
         if other.exists():
             check.fail("out", f"{out}, which holds {other.name}", "a folder of its own for a benchmark")
@@ -153,7 +153,7 @@ def _configs(given: list[str]) -> dict[str, Settings]:
     for text in given:
         name, equals, rest = text.partition("=")
         named = bool(equals) and not Path(text).exists()
-        path = Path(rest if named else text)
+        path = as_path(rest if named else text)
         if not named:
             name = path.resolve().parent.name if path.name == CONFIG else path.stem
         if name in found or name in BUILT_IN:
@@ -291,7 +291,7 @@ def tune(
     """
     settings = read_config(config).with_flags(data, model, train, features)
     source = settings.source(path)
-    if (reading.for_writing(out) / _OLD_STORAGE).exists():
+    if (reading.for_writing(check.local_path("out", out)) / _OLD_STORAGE).exists():
         check.fail("out", f"{out} with {_OLD_STORAGE}, a search of an earlier version", "a new folder")
     wanted = None if space is None else read_space(space)
     limit, settings.train.time_limit = settings.train.time_limit, None
@@ -465,9 +465,9 @@ def _titles(model: TwoTower, settings: Settings, side: str, given: Path | None) 
     named = given if given is not None else getattr(settings.features, f"{side}_features")
     this = model.left_ if side == "left" else model.right_
     if named is not None:
-        frame = reading.read_frame(f"--{side}-table", Path(named))
+        frame = reading.read_frame(f"--{side}-table", as_path(named))
     else:
-        path = None if settings.data.path is None else Path(settings.data.path)
+        path = None if settings.data.path is None else as_path(settings.data.path)
         if side == "left" or path is None or not path.exists():
             return None
         if (settings.data.format or guess_format(path)) != "movielens":

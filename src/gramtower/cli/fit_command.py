@@ -78,6 +78,7 @@ def fit(
     Args:
         path: Pairs: .csv, .tsv, .parquet (also .gz, .xz, .zst), a folder of .parquet parts such as Spark, DuckDB and
             polars write (also key=value folders; read in a stream), a MovieLens or Netflix folder or zip, lists, edges.
+            This and all other paths can be URLs such as s3://bucket/key.
         out: Folder of the run: model.gramtower, config.toml, history.jsonl and summary.json.
         config: TOML file with tables [data], [features], [model], [train]; keys are names of flags. Flags win.
         fresh: Start again even if the folder holds an unfinished run.

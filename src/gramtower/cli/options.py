@@ -22,7 +22,7 @@ from cyclopts import Group, Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.checks import parse_hidden
-from gramtower._util.files import toml
+from gramtower._util.files import as_path, toml
 from gramtower.cli.formats import DataOptions, ReadOptions
 from gramtower.cli.output import note, silent
 from gramtower.data.sources import read_toml, reading
@@ -196,7 +196,7 @@ class Settings:
             self.data.path = str(path)
         if self.data.path is None:
             check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
-        return Path(self.data.path)
+        return as_path(self.data.path)
 
     def estimator_arguments(self) -> dict[str, Any]:
         """The constructor arguments of ``gramtower.TwoTower`` that were given."""

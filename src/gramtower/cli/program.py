@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from gramtower._util import checks as check
 from gramtower._util.checks import LeftOutWarning, need
+from gramtower._util.files import as_path
 from gramtower.cli.output import abandon_output, console_of, note, prepare_streams, show_warning, visible
 from gramtower.distributed.launch import started_among_several
 
@@ -168,6 +169,9 @@ def _run(tokens: Sequence[str]) -> int:
         command, bound, ignored = make_app(*tokens[:1]).parse_args(
             list(tokens), exit_on_error=False, print_error=False, console=console, error_console=console
         )
+        for name, value in bound.arguments.items():
+            if isinstance(value, Path):
+                bound.arguments[name] = as_path(value)  # URLs are paths as well
         if "tokens" in ignored:
             bound.arguments["tokens"] = tuple(tokens)
         with warnings.catch_warnings():

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
+from gramtower._util.files import as_path
 from gramtower.cli.formats import ReadOptions
 from gramtower.cli.options import Common, Settings, Switch, Texts, parse_option
 from gramtower.cli.output import print_answer, print_facts, print_json, print_table, silent
@@ -298,7 +299,7 @@ def listed(flag: str, given: list[str] | None) -> list[str] | None:
             found.append(text.removeprefix("@") if text.startswith("@@") else text)
             continue
         try:
-            lines = Path(text[1:]).read_text(encoding="utf-8-sig").splitlines()
+            lines = as_path(text[1:]).read_text(encoding="utf-8-sig").splitlines()
         except UnicodeError:
             check.fail(flag, text, "a file of text in UTF-8 with one id in each line")
         found += [line for line in lines if line]
@@ -319,8 +320,8 @@ def _right_table(
     Without a table of its own it is the one that the model was fitted with, if its file is still there.
     """
     given, fitted_with = path, settings.features.right_features
-    if path is None and fitted_with is not None and Path(fitted_with).exists():
-        path, id = Path(fitted_with), id or settings.features.right_id
+    if path is None and fitted_with is not None and as_path(fitted_with).exists():
+        path, id = as_path(fitted_with), id or settings.features.right_id
     if path is None:
         return None
     try:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gramtower._util import checks as check
+from gramtower._util.files import as_path, is_remote
 from gramtower.cli.formats import FORMATS, DataOptions, ReadOptions, find_format, parquet_arguments
 from gramtower.cli.options import Settings, parse_option, read_config
 from gramtower.data import frames, readers, splits
@@ -107,7 +108,7 @@ def share_or_pairs(name: str, text: str, options: DataOptions) -> float | Intera
     try:
         share = float(text)
     except ValueError:
-        return read_pairs(Path(text), options, name=name)
+        return read_pairs(as_path(text), options, name=name)
     if not 0 < share < 1:
         check.fail(name, text, "a share between 0 and 1 (both excluded), or a file")
     return share
@@ -125,7 +126,7 @@ def tower_features(
         path = getattr(settings.features, f"{side}_features")
         if path is not None:
             with group.together():
-                table = read_table(side, Path(path), settings)
+                table = read_table(side, as_path(path), settings)
             report[side] = _report_join(side, table, ids, say, processes)
             parts.append(table)
         identity, scale = getattr(settings.features, f"{side}_identity"), settings.features.identity_scale
@@ -143,7 +144,7 @@ def tower_features(
 
 def read_imputed(given: Any, pairs: Interactions | Shard) -> Any:
     """The imputed labels of a model: as given, or two arrays from files, in the order of the pairs' entities."""
-    paths = [Path(part) for part in given.split(",")] if isinstance(given, str) else []
+    paths = [as_path(part) for part in given.split(",")] if isinstance(given, str) else []
     if not paths or any(path.suffix not in (".npz", ".npy") for path in paths):
         return given
     if [path.suffix for path in paths] not in ([".npz"], [".npy", ".npy"]):
@@ -307,6 +308,11 @@ def _report_join(side: str, table: FeatureTable, ids: Ids, say: Say, group: Grou
 
 def for_writing(out: Path) -> Path:
     """The folder that a command is to write, there or not; one that cannot be is refused before anything is read."""
+    if is_remote(out):
+        from gramtower._util.remote import check_writable
+
+        check_writable(out)
+        return out
     there = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
     if not there.is_dir():
         check.fail("out", out if there == out.absolute() else f"{out}, where {there} is a file", "a folder")
@@ -321,7 +327,7 @@ def held(out: Path, group: Group = SINGLE) -> Iterator[None]:
 
     If the command fails before it wrote anything, folders that were made for it go again.
     """
-    new = [one for one in (out, *out.parents) if not one.exists()]
+    new = [] if is_remote(out) else [one for one in (out, *out.parents) if not one.exists()]
     with group.together():
         out.mkdir(parents=True, exist_ok=True)
     try:

@@ -12,6 +12,7 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.checks import missing
+from gramtower._util.files import as_path
 from gramtower.cli.options import Common, Switch, Texts
 from gramtower.cli.output import print_answer, print_json, silent
 from gramtower.cli.program import was_terminated
@@ -96,7 +97,7 @@ def serve(
         name, _, path = text.partition("=")
         if not name or not path:
             check.fail("--model", repr(text), "NAME=RUN")
-        runs.append((name, Path(path)))
+        runs.append((name, as_path(path)))
     sources = [Source(name, model_file(one), index, mapped, tables, held_out, files) for name, one in runs]
     k, ids = check.count("--max-k", max_k), check.count("--max-ids", max_ids)
     limits = Limits(k=k, ids=ids, body=check.memory_size("--max-body", max_body))

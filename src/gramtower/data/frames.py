@@ -19,6 +19,7 @@ import numpy as np
 from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.checks import need
+from gramtower._util.files import fetched
 from gramtower.data import sources
 from gramtower.data.sources import BOM, PACKED, PathLike, existing, reading
 
@@ -88,7 +89,7 @@ def _source(path: Path, encoding: str) -> Path | bytes:
         return text_bytes(path, encoding)
     with path.open("rb") as stream:
         sources.refuse_utf16(path, stream.read(2))
-    return path.absolute()  # polars would take a ~ at the beginning for the home folder
+    return Path(os.fspath(path)).absolute()  # polars would take a ~ at the beginning for the home folder
 
 
 class Needed(str):
@@ -203,20 +204,23 @@ def _fault(given: Path | bytes, separator: str, quote: str | None, comment: str 
 
 
 @contextmanager
-def parquet_file(label: str, path: Path, texts: Sequence[str] = ()) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file with pyarrow; errors of the file name it.
+def parquet_file(label: str, path: Path, texts: Sequence[str] = (), footer: bool = False) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file with pyarrow; errors of the file name it. With ``footer`` no rows will be read.
 
     pyarrow raises where polars, on some damaged files, ends the process ("memory allocation of … bytes failed"). Do not
     ask it for the metadata of single columns, ``metadata.row_group(0).column(0)``: that ends the process, too.
     """
     pa = arrow()
     try:
-        with pa.parquet.ParquetFile(path.absolute(), read_dictionary=list(texts), buffer_size=1 << 20) as file:
+        with (
+            fetched(path, footer) as source,
+            pa.parquet.ParquetFile(source, read_dictionary=list(texts), buffer_size=1 << 20) as file,
+        ):
             if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
                 check.fail(label, f"{path}, which has two columns of one name", "column names that differ")
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError, MemoryError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and (error.errno is not None or str(path) in str(error)):
             raise
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         check.fail(label, f"{path}, which cannot be read ({reason})", "a Parquet file")
@@ -254,7 +258,7 @@ def is_text(kind: DataType) -> bool:
 def read_parquet(path: Path, choices: Sequence[Choice] | None, label: str = "path") -> list[Series]:
     """Read some columns of a Parquet file; None for all."""
     with reading(path, label):
-        with parquet_file(label, path) as file:
+        with parquet_file(label, path, footer=True) as file:
             schema, rows = file.schema_arrow, file.metadata.num_rows
         names = list(schema.names) if choices is None else pick_all(choices, schema.names)
         if 8 * rows * len(names) > host.memory_size():

@@ -143,7 +143,7 @@ class Interactions:
         """Read pairs from a delimited text file; .gz, .zst, .xz and .bz2 are decompressed.
 
         Args:
-            path: the file, or its content as bytes.
+            path: the file, its URL such as s3://bucket/pairs.csv, or its content as bytes.
             left: column of left ids, by name or by position from 0.
             right: column of right ids.
             value: column of ratings, counts or labels.

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -21,7 +23,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.checks import missing
-from gramtower._util.files import is_left_over, replacing, write_json
+from gramtower._util.files import is_left_over, is_remote, remove_folder, replacing, write_json
 from gramtower.data import frames
 from gramtower.data.entity_table import frame_and_id
 from gramtower.data.frames import TableLike
@@ -74,7 +76,7 @@ class ListFile:
         names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else [_MANIFEST]
         only_parts = all(is_left_over(name) or _PART.fullmatch(name) for name in names)  # an interrupted start or end
         if only_parts or (fresh and (self.folder / _MANIFEST).exists()):
-            shutil.rmtree(self.folder)
+            remove_folder(self.folder)
         done, there = self._parts_there() if self.folder.exists() else (0, 0)
         self._check_room(there)
         if not self.folder.exists() or not done:
@@ -96,13 +98,14 @@ class ListFile:
         names = [self._name(part) for part in range(self.parts)]
         with replacing(self.path) as partial:
             if self._ending == ".parquet":
-                frames.polars().scan_parquet([name.absolute() for name in names], glob=False).sink_parquet(partial)
+                sources = [Path(os.fspath(name)).absolute() for name in names]
+                frames.polars().scan_parquet(sources, glob=False).sink_parquet(partial)
             else:
                 with partial.open("wb") as whole:
                     for name in names:
                         with name.open("rb") as one:
                             shutil.copyfileobj(one, whole, 1 << 20)
-        shutil.rmtree(self.folder)
+        remove_folder(self.folder)
 
     def room(self) -> int:
         """Estimate the bytes of parts and table."""
@@ -129,6 +132,8 @@ class ListFile:
         try:
             found = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
             of = found["of"] if (found["kind"], found["version"]) == (_KIND, _VERSION) else None
+        except ConnectionError:  # which says nothing about the file
+            raise
         except (OSError, ValueError, KeyError, TypeError):
             of = None
         if not isinstance(of, dict):
@@ -146,7 +151,8 @@ class ListFile:
         check.fail("path", f"{self.folder}, {why}", expected)
 
     def _check_room(self, there: int) -> None:
-        parent = next(folder for folder in (self.folder, *self.folder.absolute().parents) if folder.exists())
+        place = Path(tempfile.gettempdir()) if is_remote(self.path) else self.folder  # copies of the parts are joined
+        parent = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
         needed, free = self.room() - there, shutil.disk_usage(parent).free
         if needed > free:
             given = f"{self.path} on a disk with {free / 1e6:,.0f} MB free"

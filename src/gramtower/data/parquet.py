@@ -17,11 +17,11 @@ result equals that of the same rows in one file, for any number of threads.
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util import host
+from gramtower._util.files import WRITING, files_below
 from gramtower._util.host import parallel_for
 from gramtower.data import frames
 from gramtower.data.frames import Choice
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # compiled by numba
     from gramtower.data.interning import Table
 
 Kind = TypeVar("Kind", bound=np.generic)
+_THREADS = 8
 STEP = 1 << 19  # rows of a batch
 _ENDINGS = (".parquet", ".pq")
 _TABLES = (".csv", ".tsv", ".dat", ".data", ".txt")  # of the folders that public data sets come in
@@ -106,7 +108,7 @@ def is_parts(path: Path) -> bool:
     """Whether a path is a folder with Parquet files and without the tables of another layout."""
     if not path.is_dir() or any(file.suffix.lower() in _TABLES for file in path.iterdir()):
         return False
-    return any(name.lower().endswith(_ENDINGS) for _, name in _visible(path))
+    return any(file.name.lower().endswith(_ENDINGS) for file in _visible(path))
 
 
 def list_parts(folder: Path) -> list[Part]:
@@ -114,10 +116,12 @@ def list_parts(folder: Path) -> list[Part]:
     if (folder / "_delta_log").exists():
         expected = f"{_EXPECTED}; export the current rows of the table to a folder of their own"
         check.fail("path", f"{folder}, a Delta table, of whose files not all may count", expected)
+    if (folder / WRITING).exists():
+        given = f"{folder}, which a process is writing, or was when it ended"
+        check.fail("path", given, "a complete folder: wait, or write it again")
     found = []
-    for place, name in _visible(folder):
-        path = place / name
-        if not name.lower().endswith(_ENDINGS):
+    for path in _visible(folder):
+        if not path.name.lower().endswith(_ENDINGS):
             expected = f"{_EXPECTED} (.parquet, .pq) and no other files, unless their names begin with _ or ."
             check.fail("path", f"{path} among the parts", expected)
         if not path.is_file():
@@ -150,15 +154,9 @@ def check_unchanged(folder: Path, parts: list[Part]) -> None:
             check.fail("path", given, "a folder that does not change while it is read")
 
 
-def _visible(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield folder and name of the files that count."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for place, below, names in os.walk(folder, onerror=fail):
-        below[:] = sorted(name for name in below if not name.startswith(("_", ".")))
-        yield from ((Path(place), name) for name in names if not (name.startswith(("_", ".")) or name.endswith(".crc")))
+def _visible(folder: Path) -> Iterator[Path]:
+    """Yield the files that count."""
+    return (path for path in files_below(folder) if not path.name.endswith(".crc"))
 
 
 def read_folder(
@@ -183,7 +181,8 @@ class Folder:
     def __init__(self, path: Path, choices: Sequence[Choice]) -> None:
         with reading(path):
             self.path, self.parts = path, list_parts(path)
-            self._described = [_describe(part, choices) for part in self.parts]
+            with ThreadPoolExecutor(_THREADS) as pool:  # of objects, the requests take most of the time
+                self._described = list(pool.map(lambda part: _describe(part, choices), self.parts))
             self.names = _same_columns(self.parts, self._described, choices)
         self.rows = [one.rows for one in self._described]
         self._columns = {argument: name for (argument, _), name in zip(choices, self.names, strict=True)}
@@ -219,7 +218,7 @@ class Folder:
 
 
 def _describe(part: Part, choices: Sequence[Choice]) -> _Described:
-    with reading(part.path), frames.parquet_file("path", part.path) as file:
+    with reading(part.path), frames.parquet_file("path", part.path, footer=True) as file:
         schema, wanted = file.schema_arrow, {column for _, column in choices}
         chosen = [name for place, name in enumerate(schema.names) if name in wanted or place in wanted]
         types = {name: frames.polars_type(schema.field(name).type) for name in chosen}

@@ -29,6 +29,7 @@ from typing import IO, Any, NoReturn, cast
 from gramtower._util import checks as check
 from gramtower._util import host
 from gramtower._util.checks import need
+from gramtower._util.files import as_path, is_remote
 
 PathLike = str | os.PathLike[str]
 
@@ -103,9 +104,12 @@ def _reason(error: BaseException) -> str:
 def existing(name: str, path: PathLike, *, folder: bool = False) -> Path:
     """Check that a path is a plain non-empty file or, with ``folder``, a folder."""
     try:
-        found = Path(path)
+        found = as_path(path)
+        found = found.pinned() if is_remote(found) else found
     except TypeError:
         check.fail(name, repr(path), "a path")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{name}: no such object: {path}") from None
     if not found.exists():
         raise FileNotFoundError(f"{name}: no such file: {found}")
     if found.is_dir():

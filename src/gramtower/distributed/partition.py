@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.files import replacing_folder
+from gramtower._util.files import WRITING, as_path, replacing_folder
 from gramtower.data.frames import Column
 from gramtower.data.ids import Ids, Key, pack_ids
 from gramtower.data.interactions import Interactions, column_choices, has_values, pair_table
@@ -93,9 +93,10 @@ def write_partition(pairs: Interactions, folder: str | Path, parts: int) -> list
         folder: a new or empty folder, or one with an earlier partition, which is replaced.
         parts: number of parts; at least the largest number of processes that will read them.
     """
-    folder, offsets = Path(folder), pairs.matrix.indptr
+    folder, offsets = as_path(folder), pairs.matrix.indptr
     check.count("parts", parts)
-    others = sorted(path.name for path in folder.iterdir() if not _NAME.fullmatch(path.name)) if folder.is_dir() else []
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    others = sorted(name for name in names if not _NAME.fullmatch(name) and name != WRITING)
     if others or (folder.exists() and not folder.is_dir()):
         given = f"{folder}, which {f'holds other files such as {others[0]}' if others else 'is a file'}"
         check.fail("folder", given, "a new or empty folder, or an earlier partition")

@@ -518,7 +518,7 @@ class FittedModel:
         written its parts are in a folder ``PATH.parts`` next to it; the same call continues one that was killed.
 
         Args:
-            path: the table: .parquet, .csv or .tsv. Needs polars: ``pip install "gramtower[io]"``.
+            path: the table or its URL: .parquet, .csv or .tsv. Needs polars: ``pip install "gramtower[io]"``.
             k: how many for each.
             exclude_seen: leave out what the left entity has seen.
             exclude: further pairs to leave out.

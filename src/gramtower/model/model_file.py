@@ -140,6 +140,8 @@ def read_model(
         file.close()
         if (bad := _non_finite(tensors)) is not None:
             check.fail(bad, "NaN or infinity", "finite numbers")
+    except ConnectionError:  # which says nothing about the file
+        raise
     except (ValueError, OSError) as error:
         raise ValueError(f"model: {path} is damaged or not a gramtower model ({error})") from error
     params: dict[str, Any] = {k: _tuples(v) for k, v in header.params.items()}

@@ -131,7 +131,7 @@ class TwoTower(ModelSettings):
             warm_start: start from this model's towers: of the entities in ``pairs``, those it knows keep their weights,
                 and new ones are added. Give all pairs, old and new, as nothing else is kept; pairs without half of the
                 entities that it knows are refused, and :meth:`update` adds pairs to those it knows.
-            checkpoint: path of a checkpoint that an interrupted fit continues from.
+            checkpoint: path or URL of a checkpoint that an interrupted fit continues from.
             history: path of a JSONL file with one record an iteration.
             refit: with validation, fit a second time, from the same start, on all pairs, those of the validation
                 included, for as many iterations as were best; not after Ctrl-C. ``time_limit`` holds for each of the
@@ -290,14 +290,14 @@ class TwoTower(ModelSettings):
         return found
 
     def save(self, path: str | Path) -> None:
-        """Write the model to one file with checksums; nothing is pickled, an old file stays whole if writing fails."""
+        """Write the model to a file or URL with checksums; nothing is pickled, an old one stays if writing fails."""
         write_model(check.path("path", path), self, self._known())
 
     def export(self, path: str | Path, to: str) -> list[Path]:
         """Write the model for other programs into a folder; docs/exporting.md says what is in it.
 
         Args:
-            path: the folder.
+            path: the folder, or the URL of one.
             to: "onnx" or "torchscript", the towers as networks; "numpy", "parquet" or "faiss", embeddings with ids.
 
         Returns:
@@ -500,7 +500,7 @@ def load(
     """Read a model from the file that :meth:`TwoTower.save` wrote.
 
     Args:
-        path: the file.
+        path: the file, or its URL such as s3://bucket/model.gramtower (extra ``cloud``).
         towers: for a model with towers of your own, the function it was made with; without it the model recommends but
             cannot embed new entities.
         loss: for a model with a loss of your own, that loss; without it the model recommends but cannot be fitted or

@@ -38,6 +38,7 @@ import torch
 import uvicorn
 
 from gramtower._util import checks as check
+from gramtower._util.files import as_path
 from gramtower.distributed.shard_files import others
 from gramtower.retrieval.topk import WORTH_CALLING
 from gramtower.serving.ann_index import Query, best_lists, index_path
@@ -260,8 +261,9 @@ class _Kept:
         place, opened = self._folder / str(self._count), list[int]()
         try:
             place.mkdir()
-            for path in (source.path, *others(source.path), index_path(source.path)):
-                if path == source.path or path.exists():
+            model = as_path(source.path)  # of a URL, the present object
+            for path in (model, *others(model), index_path(model)):
+                if path == model or path.exists():
                     opened.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
                     (place / path.name).symlink_to(f"/proc/{os.getpid()}/fd/{opened[-1]}")
         except OSError:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
+from gramtower._util.files import as_path, is_remote
 from gramtower._util.host import release
 from gramtower.data.entity_table import EntityTable
 from gramtower.data.ids import Key
@@ -81,7 +82,7 @@ class Source:
         model = self.kept or self.path
         for path in (model, index_path(model), *self.files):
             try:
-                state = path.stat()
+                state = as_path(path).stat()
                 found.append((state.st_ino, state.st_size, state.st_mtime_ns))
             except OSError:
                 found.append(None)
@@ -332,9 +333,9 @@ def _refused(error: ValueError, name: str) -> Refused:
 
 
 def _private(path: Path) -> TwoTower:
+    if is_remote(path) or not path.is_file():
+        return load(path, mapped=is_remote(path))  # of a URL, from a copy that nothing changes; or raises the error
     shards = others(path)
-    if not path.is_file():
-        return load(path)  # which raises the error
     try:
         if shards or not hasattr(os, "memfd_create"):
             with tempfile.TemporaryDirectory(prefix="gramtower-serve-") as folder:

@@ -19,7 +19,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from gramtower._util import host
-from gramtower._util.files import build, take_lock
+from gramtower._util.files import build, is_remote, replacing, take_lock
 from gramtower._util.host import parallel_for
 from gramtower.data.pairs import Features
 from gramtower.distributed import shard_files
@@ -186,6 +186,7 @@ class StoredHistory:
     def __init__(self, checkpoint: Path, count: int = 0, size: int = 0, checksum: int = 0) -> None:
         self.path = history_path(checkpoint)
         self.count, self.size, self.checksum = count, size, checksum
+        self.content = b""  # of an object, which is written as a whole
 
     @property
     def mark(self) -> dict[str, int]:
@@ -195,13 +196,18 @@ class StoredHistory:
     def append(self, records: Sequence[Record]) -> None:
         """Append the new records of a run, and flush them to disk."""
         text = "".join(record.to_json() + "\n" for record in records[self.count :]).encode()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-            file.seek(self.size)
-            file.write(text)
-            file.truncate()
-            file.flush()
-            os.fsync(file.fileno())
+        if is_remote(self.path):
+            with replacing(self.path) as partial:
+                partial.write_bytes(self.content + text)
+            self.content += text
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+                file.seek(self.size)
+                file.write(text)
+                file.truncate()
+                file.flush()
+                os.fsync(file.fileno())
         self.checksum = zlib.crc32(text, self.checksum)
         self.count, self.size = len(records), self.size + len(text)
 
@@ -218,6 +224,7 @@ def read_stored(checkpoint: Path, mark: Mapping[str, int]) -> tuple[StoredHistor
         records = [build("history", Record, json.loads(line)) for line in content.splitlines()]
         if len(records) != known.count or not records:
             raise ValueError("another number of records")
+        known.content = content if is_remote(path) else b""
     except (TypeError, KeyError, ValueError) as error:
         raise ValueError(f"{path.name} next to it is damaged: {error}") from error
     return known, records
@@ -233,8 +240,17 @@ def locked(path: Path, group: Group = SINGLE, name: str = "checkpoint") -> Itera
     """Hold a lock on a file or folder in the first process. Errors say ``name``.
 
     The lock of a folder is a file in it; that of a file is next to it. If another run holds it, every process raises
-    ValueError.
+    ValueError. A URL cannot be locked: the run that started last holds it (remote.py).
     """
+    if is_remote(path):
+        from gramtower._util.remote import holding
+
+        with ExitStack() as stack:
+            with group.together():
+                if group.rank == 0:
+                    stack.enter_context(holding(path))
+            yield
+        return
     file: int | None = None
     lock = path / ".gramtower.lock" if path.is_dir() else path.with_name(path.name + ".lock")
     with group.together():
@@ -364,6 +380,8 @@ def _refusing(path: Path) -> Iterator[None]:
     """Add the file name to errors."""
     try:
         yield
+    except ConnectionError:  # which says nothing about the file
+        raise
     except (ValueError, OSError) as error:
         raise ValueError(
             f"checkpoint: {path} is damaged or not a checkpoint of this version ({error}); delete it to start again"

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from gramtower._util import checks as check
+from gramtower._util.files import is_remote
 from gramtower._util.host import explained
 from gramtower.distributed.group import Group, agree, versions
 from gramtower.engine.objective.problem import Point, Problem
@@ -47,6 +48,7 @@ from gramtower.training.checkpoint import (
 from gramtower.training.result import Reason, Record, Result, write_history
 
 _Signal = Callable[[], bool]  # whether SIGTERM was received
+_WRITE_EVERY = 5.0  # seconds between writes of the records to an object
 _SAME = 1e-3  # a larger relative difference of the objective is not explained by another machine's rounding
 
 
@@ -274,6 +276,7 @@ class _Run:
         self.path = path  # of the checkpoint
         self.written = None if self.group.rank > 0 else written  # the file of the records
         self.records: list[Record] = []
+        self.written_at = -math.inf  # time of the last write of the records to an object
         self.saved_at = 0.0  # seconds at the last checkpoint
         self.reached: _Reached
         self.fingerprint: dict[str, str] = {}
@@ -336,6 +339,15 @@ class _Run:
         self.records = list(records)
         if self.written is not None:
             write_history(self.written, records)
+
+    def _append(self, record: Record, path: Path) -> None:
+        """Add a record to the file; an object is written as a whole, every few seconds and at the end."""
+        if not is_remote(path):
+            with path.open("a") as file:
+                file.write(record.to_json() + "\n")
+        elif time.monotonic() > self.written_at + _WRITE_EVERY:
+            write_history(path, self.records)
+            self.written_at = time.monotonic()
 
     def _resume(self, path: Path) -> None:
         problem, like = self.problem, self.towers.parameters()
@@ -419,8 +431,7 @@ class _Run:
         record = self._record(now, result, before.point.value, metric)
         self.records.append(record)
         if self.written is not None:
-            with self.written.open("a") as file:
-                file.write(record.to_json() + "\n")
+            self._append(record, self.written)
         self.reached = now
         return record
 
@@ -432,6 +443,8 @@ class _Run:
             parameters = reached.best
             value = next(r.value for r in self.records if r.metric == reached.best_metric)  # the first of equals
         self.towers.bind(parameters)
+        if self.written is not None and is_remote(self.written):
+            write_history(self.written, self.records)
         return Result(
             stop.reason, stop.message, self.records, parameters, value, reached.best_metric, list(stop.non_finite)
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gramtower._util import html
 from gramtower._util.checks import config_hidden
-from gramtower._util.files import build, config_text, plain, write_text
+from gramtower._util.files import as_path, build, config_text, plain, write_text
 from gramtower.experiments.figures import circumstances, drawn, search_figure, table
 from gramtower.experiments.tuning.space import Value
 from gramtower.experiments.tuning.study import Tried, pick
@@ -234,7 +234,7 @@ class Search:
 
     def write(self, folder: str | Path, given: dict[str, dict[str, Any]] | None = None) -> None:
         """Write report.json, report.md and config.toml into a folder, each in one step."""
-        folder = Path(folder)
+        folder = as_path(folder)
         texts = {
             REPORT: json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n",
             TABLE: self.markdown(),

@@ -120,7 +120,7 @@ def _folder(storage: str | Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="gramtower-tune-") as scratch:
             yield Path(scratch)
         return
-    folder = Path(storage)
+    folder = check.local_path("storage", storage)
     if folder.exists() and not folder.is_dir():
         given = f"{storage}, which is a file"
         check.fail("storage", given, "a folder; logs of earlier versions, which were files, cannot be continued")
