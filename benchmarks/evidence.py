@@ -67,9 +67,9 @@ CPU = {  # at most an hour together
     "memory": Step("bench_memory.py", 2),
 }
 GPU = {  # at most ten minutes together
-    "compare-gpu": Step("bench_compare.py moby --device cuda --seconds 6", 2),
-    "compare-synthetic": Step("bench_compare.py ml10m wiki-simple --synthetic all --device cuda --seconds 9", 4),
-    "compare-netflix": Step("bench_compare.py netflix --synthetic all --device cuda --seconds 15", 4),
+    "compare-gpu": Step("bench_compare.py moby --device cuda --seconds 5", 1.5),
+    "compare-synthetic": Step("bench_compare.py ml10m wiki-simple --synthetic all --device cuda --seconds 7", 3.5),
+    "compare-netflix": Step("bench_compare.py netflix --synthetic all --device cuda --seconds 8", 5),
 }
 LONGER = {  # by name only: beyond the hour, or for what changes rarely
     "complexity": Step("bench_complexity.py", 20),
