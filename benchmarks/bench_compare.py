@@ -13,7 +13,7 @@ Needs torch, numba and scipy only where pairs are generated or bundled. Writes a
 benchmarks/results/compare.json for each experiment (with "-gpu" or "-synthetic" in its name): the summary of the
 comparison, and for each method a curve of (seconds, objective, metric) of at most 60 points, which
 benchmarks/evidence.py draws. The name models-ml1m stands for another comparison, of models with default settings by
-`gt.benchmark` on ml1m, three splits (needs implicit).
+`gt.benchmark` on ml1m, three splits (needs implicit), and demo for the table that `gramtower demo` prints.
 """
 
 from __future__ import annotations
@@ -150,6 +150,15 @@ def compare_models(options: argparse.Namespace) -> None:
     print(found, write_result("compare/models-ml1m", found.summary, options.out), sep="\n")
 
 
+def run_demo(options: argparse.Namespace) -> None:
+    """Keep the metrics that `gramtower demo` prints."""
+    from gramtower import demo
+
+    methods = demo.run(verbose=False)["methods"]
+    kept = {name: {key: one[key] for key in ("map@5", "recall@20")} for name, one in methods.items()}
+    print(write_result("compare/demo", {"methods": kept}, options.out))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+")
@@ -166,6 +175,9 @@ def main() -> None:
     for name in options.names:
         if name == "models-ml1m":
             compare_models(options)
+            continue
+        if name == "demo":
+            run_demo(options)
             continue
         content = tomllib.loads((ROOT / "experiments" / f"{name}.toml").read_text())
         synthetic = options.synthetic == "all" or name in options.synthetic.split(",")

@@ -56,7 +56,7 @@ CPU = {  # at most an hour together
     "compare-moby": Step("bench_compare.py moby --seconds 40", 7),
     "compare-wikispeedia": Step(f"bench_compare.py wikispeedia --data {DATA} --seconds 15", 3),
     "compare-npm-deps": Step(f"bench_compare.py npm-deps --data {DATA} --seconds 50 --users 1000", 11),
-    "models": Step(f"bench_compare.py models-ml1m --data {DATA}", 3),
+    "models": Step(f"bench_compare.py demo models-ml1m --data {DATA}", 4),
     "engine": Step("bench_engine.py all", 4),
     "als": Step(f"bench_als.py --sets ml1m --data {DATA}", 2),
     "defaults": Step(f"bench_defaults.py --ml1m {_ML1M} --seed 1", 2),
@@ -234,6 +234,14 @@ def table_lead(*sections: str) -> list[list[str]]:
             name, f"{limits['time_limit']:g}", f"{first['method']}, {_short(first['seconds'])} s", lead,
             f"{best}, {others[best]['relative_difference']:.2f} above",
         ])  # fmt: skip
+    return rows
+
+
+def table_demo() -> list[list[str]]:
+    """The table that `gramtower demo` prints."""
+    rows = [["needs of new packages", "MAP@5", "Recall@20"]]
+    for name, found in load("compare")["demo"]["methods"].items():
+        rows.append([name, f"{found['map@5']:.3f}", f"{found['recall@20']:.3f}"])
     return rows
 
 
