@@ -166,3 +166,32 @@ def test_explanations_use_the_weight_of_the_table():
     same = gt.TwoTower(**options | {"l2": 2.4}).fit(pairs)
     one, other = (m.explain(3, 5) for m in (model, same))
     assert one.base == pytest.approx(other.base, rel=1e-3)
+
+
+def test_the_command_line_takes_weights_and_keeps_them_in_its_config(tmp_path):
+    pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
+    from gramtower.cli.program import run
+
+    rng = np.random.default_rng(0)
+    rows = sorted(
+        {(int(a), int(b)) for a, b in zip(rng.integers(20, size=150), rng.integers(15, size=150), strict=True)}
+    )
+    (tmp_path / "pairs.csv").write_text("user,item\n" + "".join(f"{a},{b}\n" for a, b in rows))
+    data = [str(tmp_path / "pairs.csv"), "--left", "user", "--right", "item", "--quiet"]
+    small = [
+        "--dim",
+        "3",
+        "--select",
+        "off",
+        "--max-iterations",
+        "2",
+        "--regularizer",
+        "left.*=4",
+        "--regularizer",
+        "*=0.5",
+    ]
+    assert run(["fit", *data, *small, "--out", str(tmp_path / "one")]) == 0
+    assert run(["fit", *data, "--config", str(tmp_path / "one/config.toml"), "--out", str(tmp_path / "two")]) == 0
+    one, two = (gt.load(tmp_path / name / "model.gramtower") for name in ("one", "two"))
+    assert one.regularizer == two.regularizer == {"left.*": 4, "*": 0.5}
+    assert np.allclose(one.embed(), two.embed())
