@@ -355,6 +355,9 @@ def table_machines() -> list[list[str]]:
 # Figures, and numbers that are computed from several results
 
 
+OWN = {"default", "by rules", "twice the iterations"}  # rows of selection.json that are the library's own
+
+
 def list_scores() -> dict[str, dict[str, float]]:
     """NDCG@20 of the default on each set of ids in selection.json, and of every other model relative to it.
 
@@ -369,7 +372,7 @@ def list_scores() -> dict[str, dict[str, float]]:
                     splits.setdefault(name, {})[model] = result["metrics"][1]
     found: dict[str, dict[str, list[float]]] = {}
     for name, scores in splits.items():
-        if "default" in scores and len(scores) > 2:
+        if "default" in scores and set(scores) - OWN:
             models = found.setdefault(name.partition(" split")[0], {})
             for model, score in scores.items():
                 models.setdefault(model, []).append(score if model == "default" else score / scores["default"])
@@ -404,8 +407,7 @@ def draw_lists(path: Path) -> None:
     from gramtower.experiments.figures import COLOURS, drawing, panels, save
 
     scores = list_scores()
-    skipped = ("default", "by rules", "twice the iterations")
-    models = list(dict.fromkeys(model for one in scores.values() for model in one if model not in skipped))
+    models = list(dict.fromkeys(model for one in scores.values() for model in one if model not in OWN))
     with drawing():
         figure, (axis,) = panels(7.2, 1.2 + 0.32 * len(scores), 1)
         axis.axvline(1.0, color="black", linewidth=2, label="gt.TwoTower(), default settings")

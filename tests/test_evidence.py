@@ -101,3 +101,17 @@ def test_every_section_says_when_and_where_it_was_measured(evidence):
         missing = [] if "" in known else [name for name in content if not any(k.startswith(name) for k in known)]
         assert missing == [], path.name
         assert all({"date", "gramtower", "processor"} <= set(about) for about in known.values()), path.name
+
+
+def test_the_picture_compares_models_on_the_same_splits(evidence, tmp_path, monkeypatch):
+    def split(**rows):
+        rows = {name: {"metrics": [0.5, score]} for name, score in rows.items()}
+        return {"metrics": ["recall@20", "ndcg@20"], "rows": rows}
+
+    sets = {"a split 0": split(default=0.2, EASE=0.1, popularity=0.05), "a split 1": split(default=0.4, EASE=0.4)}
+    more = {"a split 0": {"rows": {"best of 9 random settings": {"metrics": [0.5, 0.22]}}}}
+    (tmp_path / "selection.json").write_text(json.dumps({"cuda": {"sets": sets}, "random-cuda": {"sets": more}}))
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    found = evidence.list_scores()["a"]
+    assert found["best of random settings"] == pytest.approx(1.1)
+    assert found["EASE"] == pytest.approx((0.5 + 1) / 2)
