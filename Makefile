@@ -1,6 +1,7 @@
 # make demo   trains on npm packages and recommends dependencies of new ones
 # make test   lint, types and tests
-# make reproduce ML1M=path/to/ml-1m   the paper's comparison on MovieLens 1M and on the bundled thesaurus, about 26 minutes
+# make evidence      reruns what the pages publish, at most an hour on two quiet cores; GRAMTOWER_DATA has the data sets
+# make evidence-gpu  the same for one GPU, at most ten minutes; needs torch, triton, numba and scipy only
 # make test-oldest   the tests with the oldest versions that pyproject.toml promises, in .venv-oldest; several GB
 # make test-pythons  the tests with every Python that pyproject.toml lists and that is installed here
 # make resolves      constraints.txt against the plain package index, whatever pip is configured to use here
@@ -19,8 +20,6 @@ BIN := .venv/bin
 READY := .venv/.ready
 EXTRAS ?= dev# what is installed to work on it; .ci/run has more
 DOCS_READY := .venv/.docs-ready
-ML1M ?= ml-1m
-RUNS ?= runs
 OLDEST := .venv-oldest
 PYTHONS ?= 3.11 3.12
 PLAIN := env -u PIP_FIND_LINKS -u PIP_NO_INDEX -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL -u PIP_CONSTRAINT \
@@ -34,7 +33,7 @@ CRASH_SEED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-oldest test-pythons resolves fuzz crash mutants implicit-tests dist docs docs-check docs-links lint types \
-  types-library types-docs reproduce clean
+  types-library types-docs evidence evidence-gpu clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
@@ -112,18 +111,14 @@ types-library: $(READY)
 types-docs: $(READY)
 	$(BIN)/python tests/snippet_types.py
 
-# Runs that were interrupted go on, runs that ended are not repeated. A method that fails is in its report.
-# The thesaurus has the settings of the paper's wiki-simple, with an omega that gives unobserved pairs the same total weight.
-reproduce: $(READY)
-	@if test -e "$(ML1M)"; then \
-	  $(BIN)/gramtower compare "$(ML1M)" --config experiments/ml1m.toml --out "$(RUNS)/ml1m" || test $$? = 1; \
-	else \
-	  echo "ml1m is left out: there is no $(ML1M). Get https://grouplens.org/datasets/movielens/1m, then"; \
-	  echo "    make reproduce ML1M=path/to/ml-1m"; \
-	fi
-	$(BIN)/gramtower compare src/gramtower/data/bundled/moby-core.txt.xz --config experiments/moby.toml \
-	  --omega 0.0078125 --time-limit 60 --out "$(RUNS)/moby" || test $$? = 1
-	@ls "$(RUNS)"/*/report.html
+# Results go to benchmarks/results/, then to the tables and figures of the pages. It fails if a step failed, or if a number
+# in the text is not that of its result file any more. Data sets that are not there are left out.
+evidence: $(READY)
+	$(BIN)/python benchmarks/evidence.py --run --write --check
+
+# No set-up: such a machine may have no network. `make evidence` draws the figures.
+evidence-gpu:
+	PYTHONPATH=src $(PYTHON) benchmarks/evidence.py --run --gpu
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

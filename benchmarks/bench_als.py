@@ -6,7 +6,7 @@ Linear towers, squared loss, imputed 0: time of newton-kron, from a matrix of pa
 with, over ALS' own time from the same matrix; at most 0.5 is aimed for. Both use as many threads as torch does; BLAS
 gets one inside ALS, which has threads of its own and asks for that. Where DATA lacks a set, pairs of its shape are
 generated, which the result notes. Sets can be measured one at a time. Writes benchmarks/results/als.json. The methods
-against each other are bench_solvers.py and `make reproduce`.
+against each other are bench_solvers.py and bench_compare.py.
 """
 
 from __future__ import annotations

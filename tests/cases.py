@@ -184,7 +184,7 @@ def dense_module(module: nn.Module, kind: str) -> nn.Module:
 def make_case(
     m=5, n=4, density=0.4, loss="logistic", tower="elu", kinds=("ids", "ids"), dim=3, weights=False, imputed=-1.0,
     omega=0.3, l2=0.1, embedding_l2=0.0, frequency_power=1.0, shared=False, seed=0, variant=0, dtype=torch.float64,
-    scale=0.7, pair_weights=False, activations=None, **options,
+    scale=0.7, pair_weights=False, activations=None, psi=None, **options,
 ) -> Case:  # fmt: skip
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -237,7 +237,7 @@ def make_case(
     )
     if activations is not None:  # bytes for them, whatever the memory budget leaves
         problem.activations = activations
-    dense = Dense(labels, X, Y, loss=loss, a=a, b=b, w=w if pair_weights else None, **common)
+    dense = Dense(labels, X, Y, loss=loss, a=a, b=b, w=w if pair_weights else None, psi=psi, **common)
     return Case(problem, gt.Towers(left, right), dense, left_dense, right_dense)
 
 

@@ -41,6 +41,10 @@ class Dense:
     embedding_l2: float = 0.0
     frequency_power: float = 1.0
     w: np.ndarray | None = None  # weights of observed pairs' losses, m × n
+    psi: object = None  # Ψ of a list of tensors, in float64 and differentiable; None for half their squared norm
+
+    def regularizer(self, theta: list[Tensor]) -> Tensor:
+        return sum(0.5 * (t**2).sum() for t in theta) if self.psi is None else self.psi(theta)
 
     def centred(self, Q: Tensor) -> Tensor:
         """Q less its weighted mean where labels are fitted: the score of the mean is the mean of the scores."""
@@ -65,7 +69,7 @@ class Dense:
         total = (w[seen] * VALUES[self.loss](R[seen], S[seen])).sum()
         rest = ~seen
         total = total + 0.5 * self.omega * ((a[:, None] * b[None, :]) * (imputed - S) ** 2)[rest].sum()
-        total = total + 0.5 * self.l2 * sum((t**2).sum() for t in theta)
+        total = total + self.l2 * self.regularizer(theta)
         if self.embedding_l2:
             cu = (seen.sum(1).double() + self.omega * b.sum()) ** self.frequency_power
             cv = (seen.sum(0).double() + self.omega * a.sum()) ** self.frequency_power
@@ -103,6 +107,16 @@ def leaves(left: nn.Module, right: nn.Module) -> list[nn.Parameter]:
     return list(seen.values())
 
 
+def _hessian(function, theta: list[Tensor]) -> Tensor:
+    """The Hessian of a function of a list of tensors, over all their numbers in a row."""
+    sizes, shapes = [t.numel() for t in theta], [t.shape for t in theta]
+
+    def flat(vector: Tensor) -> Tensor:
+        return function([part.view(shape) for part, shape in zip(vector.split(sizes), shapes, strict=True)])
+
+    return torch.autograd.functional.hessian(flat, torch.cat([t.detach().reshape(-1) for t in theta]))
+
+
 def evaluate(dense: Dense, left: nn.Module, right: nn.Module, with_matrix: bool = True):
     """Value, gradient and Gauss-Newton matrix of float64 modules."""
     theta = leaves(left, right)
@@ -117,8 +131,7 @@ def evaluate(dense: Dense, left: nn.Module, right: nn.Module, with_matrix: bool 
     Q = dense.centred(Q)
     S = P @ Q.T
     C = dense.curvature(S)
-    size = gradient.numel()
-    G = dense.l2 * torch.eye(size, dtype=torch.float64)
+    G = dense.l2 * _hessian(dense.regularizer, theta)
 
     def jacobian(row: Tensor) -> Tensor:
         out = torch.autograd.grad(row, theta, retain_graph=True, allow_unused=True)
@@ -166,6 +179,6 @@ def subset_gradient(dense: Dense, left: nn.Module, right: nn.Module, first: list
             penalty = dense.embedding_l2 * (count + dense.omega * other) ** dense.frequency_power
             each = each + 0.5 * penalty / count * E[e] @ E[e]
         total = total + len(O) / len(first) * each
-    total = total + 0.5 * dense.l2 * sum((t**2).sum() for t in theta)
+    total = total + dense.l2 * dense.regularizer(theta)
     grads = torch.autograd.grad(total, theta, allow_unused=True)
     return torch.cat([(torch.zeros_like(t) if g is None else g).reshape(-1) for g, t in zip(grads, theta, strict=True)])

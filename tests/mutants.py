@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ["tests/test_kronecker.py", "tests/test_cost.py", "tests/test_engine.py", "tests/test_blocks.py"]
+TESTS = ["tests/test_kronecker.py", "tests/test_cost.py", "tests/test_engine.py", "tests/test_blocks.py",
+         "tests/test_regularizers.py"]  # fmt: skip
 MUTANTS = [  # what it breaks, the text in the source, the text in its place
     ("P_c over blocks", "self.gramian + other.gramian", "self.gramian - other.gramian"),
     ("P̂_c over blocks", "self.cross + other.cross", "self.cross - other.cross"),
@@ -28,9 +29,10 @@ MUTANTS = [  # what it breaks, the text in the source, the text in its place
     ("damping of a table's factor", "1 / (f.A + pi * root)", "1 / (f.A - pi * root)"),
     ("all-pairs curvature of H", "gramian, alpha=c.omega)", "gramian, alpha=-c.omega)"),
     ("penalty of H", "H.diagonal().add_(", "H.diagonal().sub_("),
-    ("diagonal blocks of M", "1 / (shift + squares", "1 / (shift - squares"),
+    ("diagonal blocks of M", "1 / (shift[name] + squares", "1 / (shift[name] - squares"),
     ("sums over the pairs of a row", "left_sum(self._pairs, x, B, out)", "left_sum(self._pairs, -x, B, out)"),
     ("passes over pairs", "passes = block.passes - before", "passes = block.passes + before"),
+    ("Hessian of the regulariser", "psi.product(theta, d), theta) * l2", "psi.product(theta, d), theta) * -l2"),
     ("slopes of observed pairs", "x = self.observed.slopes", "x = -self.observed.slopes"),
 ]  # fmt: skip
 

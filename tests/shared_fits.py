@@ -36,6 +36,8 @@ MORE = {
     "newton-kron, features": ("newton-kron", {}, "mixed", torch.float64),
     "newton-kron, linear": ("newton-kron", {"sweeps": 0}, "linear", torch.float64),  # tables: none held by all
     "lbfgs, own modules": ("lbfgs", {}, "custom", torch.float64),
+    "newton-kron, weights of tensors": ("newton-kron", {}, "blocks", torch.float64),
+    "newton-kron, own regularizer": ("newton-kron", {}, "curved", torch.float64),
     "newton-kron, own modules": ("newton-kron", {}, "custom", torch.float64),
     "newton-kron, own step": ("newton-kron", {}, "own step", torch.float64),
 }
@@ -66,6 +68,20 @@ class Custom(nn.Module):
     def forward(self, ids):
         h = self.norm(self.table(ids))
         return self.last(torch.tanh(h) + h * torch.softmax(h, 1))
+
+
+class Curved(gt.Regularizer):
+    """Σ (½θ² + ¼θ⁴)."""
+
+    def value(self, theta):
+        squares = theta.from_vector(theta.vector**2)
+        return 0.5 * theta.inner(theta) + 0.25 * squares.inner(squares)
+
+    def gradient(self, theta):
+        return theta.from_vector(theta.vector + theta.vector**3)
+
+    def product(self, theta, d):
+        return d.from_vector((1 + 3 * theta.vector**2) * d.vector)
 
 
 def custom_towers(problem, dtype):
@@ -99,6 +115,8 @@ def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
         options |= dict(left_weights="degree^0.5", right_weights="degree^-0.5")
     if features == "fitted":
         options["imputed"] = "fitted"
+    if features in ("blocks", "curved"):
+        options["regularizer"] = {"left.0.*": 4.0, "*.bias": 0.5} if features == "blocks" else Curved()
     if processes.size == 1:
         return gt.Problem(pairs, left, right, **options)
     shards = uneven(processes, pairs.shape) if cut == "uneven" else spread_pairs(processes, pairs, 3.0)

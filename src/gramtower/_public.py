@@ -11,6 +11,8 @@ from gramtower.data.tables import FeatureTable as FeatureTable
 from gramtower.engine.kernels.elementwise import Loss as Loss
 from gramtower.engine.objective.problem import Point as Point
 from gramtower.engine.objective.problem import Problem as Problem
+from gramtower.engine.objective.regularizers import BlockRidge as BlockRidge
+from gramtower.engine.objective.regularizers import Regularizer as Regularizer
 from gramtower.engine.towers.layers import InputLinear as InputLinear
 from gramtower.engine.towers.mlp import mlp_towers as mlp_towers
 from gramtower.engine.towers.parameters import Parameters as Parameters

@@ -224,6 +224,7 @@ def _settings_used(runner: Runner, model: ModelSettings, data: FitData) -> dict[
             **{name: getattr(problem, name) for name in ("precision", "pair_precision", "omega", "l2")},
             "imputed": imputed_label(model),
             **{name: getattr(problem, name) for name in ("embedding_l2", "frequency_power")},
+            **({} if problem.regularizer is None else {"regularizer": repr(problem.regularizer)}),
             "left_weights": left_weights(model),
             "right_weights": right_weights(model, data),
         },

@@ -321,5 +321,6 @@ _FROM_TEXT: dict[str, Callable[[Any], Any]] = {
     "imputed": number_or_text,
     "hidden": lambda text: text if text == "auto" else parse_hidden(text),
     "optimizer_options": lambda texts: dict(map(parse_option, texts)),
+    "regularizer": lambda texts: dict(map(parse_option, texts)),
     "select": lambda text: {"auto": True, "off": False}.get(text, text),
 }

@@ -48,6 +48,7 @@ from gramtower.data.tables import FeaturesLike
 from gramtower.engine.kernels.elementwise import ACTIVATIONS, LossTerms, Scored, as_loss
 from gramtower.engine.objective.formulas import column_sums, gram
 from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.regularizers import as_regularizer
 from gramtower.engine.towers.layers import InputLinear
 from gramtower.model import defaults
 from gramtower.model.fit_data import seen_by_towers
@@ -308,7 +309,7 @@ class RowEquations:
         self._own, self._others = this.embeddings, that.embeddings[: that.trained]
         weights = problem.weight_arrays
         self._weight, self._other_weight = weights[place], weights[1 - place]
-        self._l2, self._penalty = problem.l2, problem.penalty_arrays[place]
+        self._l2, self._penalty = problem.l2 * _table_weight(problem, side), problem.penalty_arrays[place]
         self._gramian, self._sum = _sums(self._others, self._other_weight)
         self._factors: tuple[Tensor, Tensor] | None = None  # of low-rank imputed labels, this side's first
         if problem.imputed.factors is not None:
@@ -371,8 +372,16 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
     return Problem(
         pairs, loss=as_loss(settings.loss), omega=fitted.omega,
         l2=l2, imputed=imputed_label(settings), left_weights=left_weights(settings), right_weights=right,
-        embedding_l2=mu, frequency_power=settings.frequency_power,
+        embedding_l2=mu, frequency_power=settings.frequency_power, regularizer=as_regularizer(settings.regularizer),
     )  # fmt: skip
+
+
+def _table_weight(problem: Problem, side: str) -> float:
+    """The weight of ½‖·‖² of a side's table in Ψ."""
+    found = 1.0 if problem.regularizer is None else problem.regularizer.ridge(f"{side}.0.weight")
+    if found is None:
+        check.fail("model", "a regulariser that is not a multiple of ½‖·‖² on the embeddings", "None or a BlockRidge")
+    return found
 
 
 def _sums(Q: Tensor, weight: NDArray[np.floating] | None, imputed: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from gramtower.data.pairs import as_features
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.problem import Point, Problem
+from gramtower.engine.objective.regularizers import as_regularizer
 from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
@@ -63,7 +64,8 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
         embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
         precision=precision(settings), pair_precision=settings.pair_precision,
-        pair_weights=data.weights, shards=None if shards.single else shards,
+        regularizer=as_regularizer(settings.regularizer), pair_weights=data.weights,
+        shards=None if shards.single else shards,
     )  # fmt: skip
 
 
@@ -121,7 +123,7 @@ def over_ids(settings: ModelSettings, data: FitData, dim: int) -> Problem:
     budget = settings.memory_budget
     if budget is not None:
         budget = max(1, check.memory_size("memory_budget", budget) - held_bytes(data, dim))
-    changes = {"l2": 1.0, "embedding_l2": 0.0, "memory_budget": budget}
+    changes = {"l2": 1.0, "embedding_l2": 0.0, "regularizer": None, "memory_budget": budget}
     problem = make_problem(settings.with_changes(**changes), replace(data, features=(None, None)))
     problem.graphs = False  # a few evaluations are over before recording them has paid
     return problem

@@ -41,6 +41,7 @@ from gramtower.distributed.shards import unsharded
 from gramtower.engine.kernels.elementwise import make_activation
 from gramtower.engine.objective.constants import as_imputed, degree_power
 from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.regularizers import Regularizer
 from gramtower.engine.towers.mlp import mlp_shapes, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
@@ -179,6 +180,7 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
             arrays |= zip(_FACTORS, as_imputed(settings.factors, (m, n)).factors or (), strict=True)
         else:
             value = value.name if name == "loss" and not isinstance(value, str) else value
+            value = repr(value) if name == "regularizer" and isinstance(value, Regularizer) else value
             params[name] = _plain(value)
             if not fits(kind, params[name]):
                 check.fail(name, f"a {type(value).__name__}", "a value that a file can hold")

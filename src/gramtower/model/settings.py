@@ -24,6 +24,7 @@ from gramtower._util import checks as check
 from gramtower._util.checks import Hidden
 from gramtower.engine.kernels.elementwise import LOSSES, Loss
 from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.regularizers import BlockRidge, Regularizer
 from gramtower.engine.towers.towers import Towers
 from gramtower.optim.solvers import SOLVERS, Solver
 
@@ -126,6 +127,8 @@ class ModelSettings:
         l2: Penalty λ on all parameters. "auto" lets ``select`` choose it where there are features.
         embedding_l2: Penalty μ on embeddings, which grows with the frequency of an entity. "auto" lets ``select``
             choose it where there are ids.
+        regularizer: Weights of the penalty ``l2`` by name or pattern of the towers' tensors, such as {"left.*": 4.0},
+            or a gramtower.Regularizer. None for equal weights.
         frequency_power: Power ν of the frequency in ``embedding_l2``.
         imputed: Label of unobserved pairs: a number, "fitted" for the mean score of each left entity, or two arrays
             (P̃, Q̃) with a row for each left and each right entity, whose products are the labels. "auto" is -0.5.
@@ -172,6 +175,13 @@ class ModelSettings:
     omega: float | Auto | None = _setting("auto", "model", searched="omega")
     l2: float | Auto | None = _setting("auto", "model", searched="l2")
     embedding_l2: float | Auto | None = _setting("auto", "model", searched="penalty")
+    regularizer: Regularizer | dict[str, float] | str | None = _setting(
+        None,
+        "model",
+        help="Weight of --l2 on some tensors, PATTERN=WEIGHT such as left.*=4; may be repeated.",
+        flag="regularizer",
+        before=None,
+    )
     frequency_power: float = _setting(
         0.8, "model", help="Power of the frequency in --embedding-l2.", searched="frequency_power"
     )
@@ -266,6 +276,8 @@ class ModelSettings:
             changes |= {"optimizer": solver.name, "optimizer_options": asdict(solver)}
         if isinstance(self.loss, Loss) and LOSSES.get(self.loss.name) is self.loss:
             changes["loss"] = self.loss.name
+        if isinstance(self.regularizer, BlockRidge):
+            changes["regularizer"] = self.regularizer.weights
         return self.with_changes(**changes)
 
     @property

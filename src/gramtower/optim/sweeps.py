@@ -55,7 +55,9 @@ def solves_rows(problem: Problem, towers: Towers) -> bool:
     plan, kernels = problem.plan(towers), select(towers.device, problem.kernels)
     if not kernels.SOLVES_ROWS or plan.streamed is not None or problem.shards.group.size > 1:
         return False
-    return all(plan.needs.viewed) and all(len(towers.local_names(side)) == 1 for side in ("left", "right"))
+    names, psi = [*towers.local_names("left").values(), *towers.local_names("right").values()], problem.regularizer
+    tables = all(plan.needs.viewed) and all(len(towers.local_names(side)) == 1 for side in ("left", "right"))
+    return tables and (psi is None or all(psi.ridge(name) is not None for name in names))
 
 
 @torch.no_grad()
@@ -74,7 +76,8 @@ def row_step(
     V = vectors.to(E.dtype)
     y, B = torch.mm(E, V, out=scratch[side]), torch.mm(F, V, out=scratch[1 - side])
     spectrum = at.scaled(values.clamp_min(0))
-    shift = E.new_full((len(E),), c.l2) if own.penalty is None else own.penalty + c.l2
+    l2 = at.table_ridge(side)
+    shift = E.new_full((len(E),), l2) if own.penalty is None else own.penalty + l2
     shift.clamp_min_(max(_LEAST * float(spectrum[-1]), _TINY))
     weight = E.new_ones(len(E)) if own.weight is None else own.weight
     pull = own.imputed_product(at.scaled(cross) @ V)

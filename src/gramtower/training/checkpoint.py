@@ -77,6 +77,7 @@ def fingerprint(
         numbers.append(float(imputed[0]))
     else:
         weights += [Digest().add_rows(array, first) for array, first in zip(imputed, rows, strict=True)]
+    psi = "" if problem.regularizer is None else repr(problem.regularizer)
     layout = towers.parameters().layout
     metric = {"metric": "none" if validation is None else _name(validation), "validation": "none"}
     if validation is not None and hasattr(validation, "fingerprint"):
@@ -84,7 +85,7 @@ def fingerprint(
     return {
         "pairs": json.dumps(problem.shape) + pairs.text(group),
         "features": "".join(features_text(side, group) for side in (problem.left, problem.right)),
-        "objective": json.dumps(numbers) + "".join(digest.text(group) for digest in weights),
+        "objective": json.dumps(numbers) + "".join(digest.text(group) for digest in weights) + psi,
         "loss": " ".join([loss.name, *map(_name, (loss.value, loss.first, loss.second))]),
         "precision": problem.precision,
         "pair_precision": problem.pair_precision,

@@ -29,6 +29,7 @@ from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import select
 from gramtower.engine.kernels.elementwise import Loss, LossTerms
 from gramtower.engine.objective.formulas import Side, column_sums
+from gramtower.engine.objective.regularizers import Regularizer
 
 Numbers: TypeAlias = NDArray[np.floating[Any]]
 WeightsLike: TypeAlias = str | Sequence[float] | NDArray[np.generic] | Tensor | None  # accepted as weights of entities
@@ -49,6 +50,7 @@ class ProblemData(Protocol):
     penalty_arrays: tuple[Numbers | None, Numbers | None]
     omega: float
     l2: float
+    regularizer: Regularizer | None
     embedding_l2: float
     precision: str
     pair_precision: str
@@ -68,6 +70,7 @@ class Constants:
     precision: str  # of matrix products on a GPU
     pair_precision: str  # of what Gauss-Newton products gather on a GPU
     shards: Shards  # which process holds which rows
+    regularizer: Regularizer | None = None  # Ψ, None for ½‖θ‖²
     fitted_total: float | None = None  # Σ_j b_j over all processes where labels are fitted, otherwise None
 
     def centred(self, E: Tensor, out: Tensor | None = None) -> Tensor:
@@ -120,7 +123,7 @@ def make_constants(problem: ProblemData, dtype: torch.dtype, device: torch.devic
         total = float(shards.right.total if local_sum is None else shards.group.totals(local_sum)[0])
     return Constants(
         left, right, problem.omega, problem.l2, float(square), scalars, problem.precision, problem.pair_precision,
-        shards, total,
+        shards, problem.regularizer, total,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
     W = J_f dᵘ,  H = J_g dᵛ                                              (eq:Jvp)
     Z_ij = ∂²ℓ⁺ (w_i·q_j + p_i·h_j) on O
-    G d = ⟨Jᵘ, ZQ + ωA(W Q_c + P H_c)⟩, ⟨Jᵛ, ZᵀP + ωB(H P_c + Q W_c)⟩ + (λ + damping) d
+    G d = ⟨Jᵘ, ZQ + ωA(W Q_c + P H_c)⟩, ⟨Jᵛ, ZᵀP + ωB(H P_c + Q W_c)⟩ + λ∇²Ψ(θ) d + damping d
 
 H and H_c come first; then for each block of left rows W, U and Z, pulled back immediately; then W_c and V. Cost: one
 jvp and one vjp of each tower, two passes over O and O((m+n)k²); no forward pass if left rows are resident.
@@ -60,7 +60,7 @@ EAGER = Executor()
 
 
 class GaussNewton(LinearOperator):
-    """G + damping·I at a point. Symmetric, and positive definite when λ + damping > 0."""
+    """G + damping·I at a point. Symmetric, and positive definite when λ + damping > 0 and Ψ is strongly convex."""
 
     def __init__(self, at: Evaluation, damping: float, executor: Executor = EAGER) -> None:
         super().__init__(at.parameters)

@@ -17,7 +17,8 @@ sparse features A is reduced to its diagonal, so that tables are preconditioned 
 a formula get the diagonal Σ_i r_i J_iᵀ S J_i, from the same random vectors. Moments use about two thousand rows.
 
 Damping is shared between the factors (Martens and Grosse, 2015, Section 6.3): with λ′ = λ + damping and π² = mean diag
-A / mean diag S, the inverse applied is (A + π√λ′ I)⁻¹ ⊗ (S + √λ′/π I)⁻¹.
+A / mean diag S, the inverse applied is (A + π√λ′ I)⁻¹ ⊗ (S + √λ′/π I)⁻¹. With a regulariser Ψ other than ½‖θ‖², λ is
+multiplied for each weight by the mean diagonal of ∇²Ψ over it.
 
 A matrix that Cholesky cannot factorise is inverted by its clamped eigenvalues, or by its diagonal if these are not
 found (steps.clamped_spectrum); a layer whose factors are not finite gets 1/λ′. The preconditioner of one side is zero
@@ -42,6 +43,7 @@ from torch import Tensor
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Sharded
 from gramtower.engine.objective.gauss_newton import EAGER, Executor
+from gramtower.engine.objective.regularizers import mean_curvatures
 from gramtower.engine.objective.value_and_gradient import Evaluation, Moments
 from gramtower.engine.towers.linearization import Linearization
 from gramtower.engine.towers.parameters import LinearOperator, Parameters
@@ -154,7 +156,10 @@ def kronecker(at: Evaluation, damping: float, side: str | None, executor: Execut
     c, towers = at.constants, at.towers
     numbers = [number for number, name in enumerate(SIDES) if side in (None, name) and towers.local_names(name)]
     moments = at.curvature_moments(numbers)
-    shift = max(c.l2 + damping, _TINY)
+    shift = {
+        name: max(c.l2 * curvature + damping, _TINY)
+        for name, curvature in mean_curvatures(c.regularizer, at.parameters).items()
+    }
     merged: dict[str, list[Factor]] = {}
     squares: dict[str, Tensor] = {}
     extra: dict[str, list[tuple[Tensor, Tensor]]] = {}  # Σ_i r_i and S of biases kept apart from their tables
@@ -179,15 +184,15 @@ def kronecker(at: Evaluation, damping: float, side: str | None, executor: Execut
             squares[names[name]] = squares[names[name]] + square if names[name] in squares else square
     dtype = at.Q.dtype
     inverses = Inverses()
-    pending = [_invert(_merge(parts), shift, inverses) for parts in merged.values()]
-    biases = {name: inverses.ask(_bias_curvature(parts), shift) for name, parts in extra.items()}
+    pending = [_invert(_merge(parts), shift[name], inverses) for name, parts in merged.items()]
+    biases = {name: inverses.ask(_bias_curvature(parts), shift[name]) for name, parts in extra.items()}
     inverses.solve(dtype)
     blocks = [block for make in pending if (block := make()) is not None]
     blocks += [_BiasBlock(name, S) for name, number in biases.items() if (S := inverses[number]) is not None]
     covered = {name for block in blocks for name in (block.weight, block.bias)}
     moved = {name for number in numbers for name in towers.local_names(SIDES[number]).values()}
     diagonal = {
-        name: (1 / (shift + squares.get(name, torch.zeros_like(at.parameters[name])))).to(dtype)
+        name: (1 / (shift[name] + squares.get(name, torch.zeros_like(at.parameters[name])))).to(dtype)
         for name in at.parameters
         if name in moved and name not in covered
     }

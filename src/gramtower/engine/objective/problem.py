@@ -1,10 +1,11 @@
 """The problem (eq:prob): which pairs were observed, what is known of the entities, and what is minimised.
 
-    L(θ) = Σ_O w_ij ℓ(R_ij, ŷ_ij) + ½ω Σ_∉O a_i b_j (ỹ_ij − ŷ_ij)² + ½λ‖θ‖²
+    L(θ) = Σ_O w_ij ℓ(R_ij, ŷ_ij) + ½ω Σ_∉O a_i b_j (ỹ_ij − ŷ_ij)² + λΨ(θ)
            + ½μ Σ_i c_i ‖p_i‖² + ½μ Σ_j c_j ‖q_j‖²,        c_i = (|O_i| + ω Σ_j b_j)^ν,  c_j = (|O_j| + ω Σ_i a_i)^ν
 
 The last line, a penalty on embeddings that grows with how often an entity is seen, goes beyond the paper; it is
-off (μ = 0) by default. All arguments are checked here, before any work.
+off (μ = 0) by default. Ψ is ½‖θ‖² unless another is given (regularizers.py). All arguments are checked here,
+before any work.
 
 A :class:`Point` is the problem at parameters θ: value and gradient (value_and_gradient.py), Gauss-Newton products
 (gauss_newton.py), a preconditioner (kronecker.py), and the problem along a line.
@@ -15,8 +16,8 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,6 +62,7 @@ from gramtower.engine.objective.cuda_graphs import GraphPool
 from gramtower.engine.objective.gauss_newton import EAGER, Executor, GaussNewton
 from gramtower.engine.objective.kronecker import SIDES, Kronecker, kronecker
 from gramtower.engine.objective.planning import Footprint, Orders, Plan, Streamed, make_plan
+from gramtower.engine.objective.regularizers import Regularizer, as_regularizer
 from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters, as_parameters
@@ -74,7 +76,7 @@ class Terms:
 
     observed: float  # Σ_O ℓ⁺
     all_pairs: float  # ω L⁻
-    l2: float
+    l2: float  # λΨ(θ)
     embedding_l2: float
 
     @property
@@ -211,7 +213,7 @@ class Problem:
         right: features of the right entities, likewise.
         loss: "logistic" (labels ±1), "squared", "squared_hinge" (labels ±1) or a custom :class:`Loss`.
         omega: ω ≥ 0, the weight of unobserved pairs.
-        l2: λ ≥ 0, the weight of ½‖θ‖².
+        l2: λ ≥ 0, the weight of Ψ(θ), which is ½‖θ‖².
         imputed: ỹ of unobserved pairs: one number, or (P̃, Q̃) of shapes (m, r) and (n, r). With ``"fitted"`` each
             left entity has the label that fits its scores best, their mean over the right entities weighted by b; all
             losses then see the margin of a score above it.
@@ -222,6 +224,7 @@ class Problem:
         frequency_power: ν.
         pair_weights: weights ≥ 0 of the observed pairs' losses, one for each stored entry in row order (that of a
             sorted CSR matrix); None for ones.
+        regularizer: another Ψ: a :class:`BlockRidge` or its weights, or a :class:`Regularizer` of your own.
         memory_budget: bytes that training by newton-kron may take beyond the data and the towers, such as "512MB"; None
             for half of what is free. To stay below it, towers run in row blocks and recompute. A budget that cannot be
             kept is refused, with the smallest that can. On a GPU θ counts as well; left entities go block by
@@ -257,6 +260,7 @@ class Problem:
         frequency_power: float = 1.0,
         *,
         pair_weights: WeightsLike = None,
+        regularizer: Regularizer | Mapping[str, float] | None = None,
         memory_budget: int | str | None = None,
         kernels: str = "auto",
         precision: str = "float32",
@@ -286,6 +290,7 @@ class Problem:
             entity_weights("right_weights", right_weights, self.column_counts.numpy(), group),
         )
         self.pair_weights = checked_weights(pair_weights, len(self.pairs))
+        self.regularizer = as_regularizer(regularizer)
         self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
         self.frequency_power = check.number("frequency_power", frequency_power)
         self.penalty_arrays = self._penalties()
@@ -295,7 +300,7 @@ class Problem:
         self.precision = check.choice("precision", precision, PRECISIONS)
         self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
         self.work = Work()
-        self.graphs = True  # small problems on a GPU run from CUDA graphs
+        self.graphs = self.regularizer is None  # small problems on a GPU run from CUDA graphs; a user's code does not
         self._graph_pool: tuple[tuple[Any, ...], GraphPool] | None = None
         self.streamed: Streamed | None = None  # asks for left rows block by block; otherwise the budget decides
         self.activations: int | None = None  # bytes for activations; otherwise what the budget leaves
@@ -406,6 +411,8 @@ class Problem:
                 check.fail("streamed", self.streamed, "None with several processes: each holds a part of the rows")
             if self.streamed is not None and self.streamed.pinned and towers.device.type != "cuda":
                 check.fail("streamed", self.streamed, "pinned=False without a GPU to copy pairs to")
+            if self.regularizer is not None:
+                self.regularizer.check_names(list(towers.parameters()))
             needs = self._footprint(towers)
             self._check_memory(towers, needs)
             self._plans[towers] = known = key, make_plan(key[0], needs, *key[1:4])
@@ -419,6 +426,8 @@ class Problem:
     def _footprint(self, towers: Towers) -> Footprint:
         """What there is to plan."""
         sizes = towers.sizes(self.left, self.right, select(towers.device, self.kernels))
+        if self.regularizer is not None:  # its result, and λ times that
+            sizes = replace(sizes, extra=sizes.extra + 2 * towers.dtype.itemsize * towers.size)
         low, high = self.label_range
         weighted = any(weight is not None for weight in self.weight_arrays)
         stored = weighted, self.pair_weights is not None, self.imputed.factors is not None, bool(low != high)

@@ -1,6 +1,6 @@
 """The objective at parameters θ: value (eq:Ln_brief), gradient (eq:final_grad), and what G and M need of it.
 
-    L  = Σ_O ℓ⁺(R_ij, ŷ_ij) + ω L⁻ + ½λ‖θ‖² + embedding penalty
+    L  = Σ_O ℓ⁺(R_ij, ŷ_ij) + ω L⁻ + λΨ(θ) + embedding penalty
     ℓ⁺ = ℓ − ½ω a_i b_j (ỹ_ij − ŷ_ij)²                                  (eq:lij)
     L⁻ = ½⟨P̃_c, Q̃_c⟩ − ⟨P̂_c, Q̂_c⟩ + ½⟨P_c, Q_c⟩                       (eq:Ln_brief)
 
@@ -28,7 +28,7 @@ from gramtower.engine.objective.blocks import LeftBlock, PairBlocks
 from gramtower.engine.objective.constants import Constants, PairConstants
 from gramtower.engine.objective.formulas import SideSums, gram, output_gradient, pair_moments, side_sums, value_terms
 from gramtower.engine.towers.linearization import Linearization, Work
-from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.parameters import Parameters, as_parameters
 from gramtower.engine.towers.towers import Towers
 
 Gramians = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]  # (P_c, Q_c), (P̂_c, Q̂_c)
@@ -112,7 +112,9 @@ class Evaluation:
     def sums(self) -> Tensor:
         """What the value is made of (formulas.value_terms), over all processes, on the device."""
         (left, right), observed = self._side_sums
-        return value_terms(left, right, observed, self.parameters.inner(self.parameters))
+        theta, psi = self.parameters, self.constants.regularizer
+        square = theta.inner(theta) if psi is None else 2 * torch.as_tensor(psi.value(theta)).to(observed)
+        return value_terms(left, right, observed, square)
 
     @property
     def gramians(self) -> Gramians:
@@ -196,7 +198,7 @@ class Evaluation:
 
         Args:
             gramians: (P_c, Q_c) and (P̂_c, Q̂_c) instead of those at θ.
-            scale: of everything but λθ.
+            scale: of everything but λ∇Ψ(θ).
             out: written over if given.
         """
         c, Q = self.constants, self.Q
@@ -212,36 +214,36 @@ class Evaluation:
             return V if scale == 1.0 else V.mul_(scale)
 
         self.work.data_passes += self.share[1]
-        return self.pull_back(rows, finish, self.parameters, 0.0, out)
+        return self.pull_back(rows, finish, None, 0.0, out)
 
     def pull_back(
         self,
         rows: Callable[[LeftBlock, Tensor | None], tuple[Tensor, Tensor]],
         finish: Callable[[Tensor], Tensor],
-        regularised: Parameters,
+        direction: Parameters | None,
         extra: float = 0.0,
         out: Parameters | None = None,
         bfloat16: bool = False,
     ) -> Parameters:
-        """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + (λ + extra) · regularised: how gradient and G·d become parameters.
+        """(⟨Jᵘ, U⟩, ⟨Jᵛ, V⟩) + λ∇Ψ(θ), or + λ∇²Ψ(θ) d + extra · d: how gradient and G·d become parameters.
 
         Args:
             rows: gives a block's rows of U, made in the tensor that it is given if any, and a number x for each of
                 its pairs.
             finish: is given Xᵀ P over all blocks and processes, and makes V of it.
-            regularised: θ or a direction.
-            extra: added to λ.
+            direction: d, or None for the gradient.
+            extra: multiple of d that is added.
             out: written over if given.
             bfloat16: whether P is gathered in bfloat16 for Xᵀ P.
         """
         pending_sums: list[tuple[Pending, Tensor | None]] = []
         V = torch.zeros_like(self.Q)
 
-        start = cache(lambda: self._start_pull(regularised, extra, out))  # called while a GPU is busy with pairs
+        start = cache(lambda: self._start_pull(direction, extra, out))  # called while a GPU is busy with pairs
         table = self.left_table
 
         def visit(block: LeftBlock) -> None:
-            # The gradient of a table whose rows are the outputs is U and a multiple of ``regularised``: made in place.
+            # The gradient of a table whose rows are the outputs is U and a multiple of θ or d: made in place.
             U, x = rows(block, None if table is None else block.rows_of(start()[0][table]))
             P = block.gathered_P if bfloat16 else block.P
             total, initial = start()
@@ -274,16 +276,32 @@ class Evaluation:
         return total.end_sum_()
 
     def _start_pull(
-        self, regularised: Parameters, extra: float, out: Parameters | None
+        self, direction: Parameters | None, extra: float, out: Parameters | None
     ) -> tuple[Parameters, list[tuple[Tensor, float] | None]]:
-        """(λ + extra) · regularised in ``out``, but for tables whose gradient is fused with it: those for their vjp."""
+        """The part of Ψ in ``out``, but for tables whose gradient is fused with it: those for their vjp."""
+        regularised, scale = self._regularised(direction, extra)
         out = regularised.empty() if out is None else out
-        scale = self.constants.l2 + extra
         names = [self._fusable(side, other) for side, other in (("left", "right"), ("right", "left"))]
         for part in regularised.layout.without({name for name in names if name is not None}):
             torch.mul(regularised.vector[part], scale, out=out.vector[part])
         out.begin_sum_()  # does not touch tables: over several processes each row of them has one owner
         return out, [None if name is None else (regularised[name], scale) for name in names]
+
+    def _regularised(self, d: Parameters | None, extra: float) -> tuple[Parameters, float]:
+        """λ∇Ψ(θ) without a direction, λ∇²Ψ(θ) d + extra · d with one, as a vector and a factor of it."""
+        theta, l2, psi = self.parameters, self.constants.l2, self.constants.regularizer
+        if psi is None:
+            return theta if d is None else d, l2 + extra
+        if d is None:
+            return as_parameters("regularizer.gradient", psi.gradient(theta), theta) * l2, 1.0
+        found = as_parameters("regularizer.product", psi.product(theta, d), theta) * l2
+        return found.axpy_(extra, d), 1.0
+
+    def table_ridge(self, side: int) -> float:
+        """λ of the rows of a side's only tensor, a table."""
+        (name,) = self.towers.local_names(("left", "right")[side]).values()
+        psi = self.constants.regularizer
+        return self.constants.l2 * (1.0 if psi is None else psi.ridge(name) or 0.0)
 
     @property
     def left_table(self) -> str | None:
