@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import date, timedelta
 from functools import cached_property
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +29,7 @@ from gramtower.data.ids import (
     as_known,
     code_series,
     code_values,
+    decays,
     index_of,
     join,
     moments,
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from gramtower.data.parquet import ReadingProgress
 
 
+Moment: TypeAlias = float | str | date | np.datetime64  # datetimes are dates
 _SHOWN = 5  # pairs in a notebook
 
 
@@ -58,7 +61,8 @@ _SHOWN = 5  # pairs in a notebook
 class Interactions:
     """Observed pairs, such as which user bought which item: the training data of a model.
 
-    Create one with ``from_csv``, ``from_parquet``, ``from_frame``, ``from_arrays`` or ``from_matrix``.
+    Create one with ``from_csv``, ``from_parquet``, ``from_frame``, ``from_arrays``, ``from_matrix`` or, from a log of
+    events, ``from_events``.
 
     ``threshold=4`` keeps rows whose value is at least 4 and labels them 1. Without a threshold the value is the label
     if ``labels=True``; otherwise every row is a pair labelled 1. Rows with a missing id, or a missing value, weight or
@@ -279,6 +283,61 @@ class Interactions:
         )  # fmt: skip
 
     @classmethod
+    def from_events(
+        cls,
+        events: TableLike | PathLike,
+        left: Column,
+        right: Column,
+        *,
+        event: Column,
+        weights: Mapping[str, float],
+        time: Column | None = None,
+        half_life: str | timedelta | None = None,
+        now: Moment | None = None,
+        duplicates: str = "sum",
+        same_entities: bool | None = None,
+    ) -> Interactions:
+        """Turn a log of events, such as views and purchases, into weighted pairs labelled 1.
+
+        The weight of a pair is the sum of the weights of its events, each of them halved for every ``half_life`` of its
+        age; its time is that of the latest event. In training it multiplies the pair's loss, so that a pair with
+        weight 10 counts like ten pairs with weight 1.
+
+        Args:
+            events: a polars, pandas or pyarrow table, a mapping of columns, or the path of a CSV or Parquet file. Of a
+                folder of Parquet files, give ``polars.scan_parquet(folder)``.
+            left: column of left ids, by name or by position from 0.
+            right: column of right ids.
+            event: column with the type of each event.
+            weights: a number >= 0 for each type, such as ``{"view": 1, "cart": 3, "buy": 10}``. Events with weight 0
+                are left out; a type without a weight is an error.
+            time: column of times, as for :meth:`from_csv`.
+            half_life: a duration as for :meth:`decayed`; None for weights that do not depend on time.
+            now: the time from which ages count; None for the newest event.
+            duplicates: how events of one pair are merged: "sum", "max" for the largest weight, or another rule of the
+                class.
+            same_entities: whether both sides are one set of entities; see the class.
+        """
+        rule, known = Rule(None, False, duplicates), event_weights(weights)
+        if half_life is not None and time is None:
+            check.fail("half_life", repr(half_life), "time= as well: the column of times")
+        texts: list[Choice] = [("left", left), ("right", right), ("event", event)]
+        others: list[Choice] = [] if time is None else [("time", time)]
+        columns = frames.read_columns("events", events, texts, others)
+        pl, types = frames.polars(), frames.texts(columns.pop(2))
+        for kind, count in types.drop_nulls().value_counts(sort=True).rows():
+            if kind not in known:
+                given = f"no weight for the type {kind!r} of {count:,} events"
+                check.fail("weights", given, "a number for each type of event; 0 leaves its events out")
+        values = types.replace_strict(known, default=None, return_dtype=pl.Float64)
+        kept = values.is_null() | (values > 0)  # a missing type is counted as a missing number
+        columns = [column.filter(kept) for column in (columns[0], columns[1], values, *columns[2:])]
+        if half_life is not None:
+            columns[3] = frames.seconds("time", columns[3])
+            columns[2] = columns[2] * decays(columns[3].to_numpy(), half_life, now)
+        return cls._from_columns(columns, [("weight", event), *others], rule, same_entities)
+
+    @classmethod
     def _from_columns(
         cls, columns: list[pl.Series], others: list[Choice], rule: Rule, same_entities: bool | None
     ) -> Interactions:
@@ -380,6 +439,20 @@ class Interactions:
         csr = _canonical(matrix, self.shape)
         return replace(self, matrix=csr, times=None, weights=None, report=_counts(csr))
 
+    def decayed(self, half_life: str | timedelta, now: Moment | None = None) -> Interactions:
+        """Multiply the weights of the pairs by 2^(−age / half_life), so that older pairs count less.
+
+        Args:
+            half_life: the age at which a pair counts half: text such as "90d", with one of the units s, min, h, d and
+                w, or a timedelta of datetime, pandas or numpy.
+            now: the time from which ages count: a number, a date, a datetime or ISO 8601 text like the times of pairs;
+                None for the newest time. Pairs after it are an error.
+        """
+        if self.times is None:
+            check.fail("half_life", repr(half_life), "pairs with times: read them with time=")
+        found = decays(self.times, half_life, now)
+        return replace(self, weights=(found if self.weights is None else found * self.weights).astype(np.float32))
+
     def renamed(self, left_name: str, right_name: str, **counts: int) -> Interactions:
         """Change the column names, and add counts to the report."""
         return replace(self, left_name=left_name, right_name=right_name, report={**self.report, **counts})
@@ -393,6 +466,13 @@ def _canonical(matrix: SparseMatrix, shape: tuple[int, int] | None = None) -> sp
 
 def _counts(matrix: sp.csr_matrix) -> dict[str, int]:
     return {"pairs": int(matrix.nnz), "left": matrix.shape[0], "right": matrix.shape[1]}
+
+
+def event_weights(given: object) -> dict[str, float]:
+    """Check the weights of types of events."""
+    if not isinstance(given, Mapping) or not given:
+        check.fail("weights", repr(given), 'numbers by type of event, such as {"view": 1, "buy": 10}')
+    return {str(kind): check.number(f"weights[{kind!r}]", value, minimum=0.0) for kind, value in given.items()}
 
 
 def _choices(left: Column, right: Column, **others: Column | None) -> tuple[list[Choice], list[Choice]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -93,6 +94,15 @@ class Columns:
 
     def read_also(self, name: str, given: Validation) -> Validation:
         return self.read(name, given) if is_frame(given) else pairs_of(given)
+
+
+def weighed_by_age(pairs: FitPairs, half_life: str | timedelta | None) -> FitPairs:
+    """Pairs to learn from, whose weights are halved for every half-life of their age; as they are without one."""
+    if half_life is None:
+        return pairs
+    if not isinstance(pairs, Interactions):
+        check.fail("half_life", f"{half_life!r} with {type(pairs).__name__}", "pairs with times: a table and time=")
+    return pairs.decayed(half_life)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +203,7 @@ def prepare_data(
     else:
         _agree_on_pairs(group, matrix)
         shards, observed, held_out = spread_pairs(group, matrix, row_work(dim, max(hidden))), matrix.nnz, None
+    times: NDArray[np.floating] | None = pairs.times if isinstance(pairs, Interactions) else None
     numbered = pairs.numbered if isinstance(pairs, Interactions) else shape if sp.issparse(pairs) else (None, None)
     with group.together():
         if held_out is not None or validation is not None:
@@ -200,11 +211,12 @@ def prepare_data(
         if validation is not None:
             held_out = _held_out(validation, part, ids, shape, shards.left, numbered)
         if part is None:
+            times = local_pairs(matrix, times, shards)[1]
             matrix, weights = local_pairs(matrix, weights, shards)
             ids = shards.left.local_rows("left ids", ids[0]), ids[1]
         local = ids[0], shards.right.local_rows("right ids", ids[1])
         parts = [
-            training_parts(one.side, one.local(rows, part is not None), own, seen, rows)
+            training_parts(one.side, one.local(rows, part is not None), own, seen, rows, times)
             for one, rows, own, seen in zip(both, (shards.left, shards.right), local, (matrix, matrix.T), strict=True)
         ]
     left, left_rows = training_inputs("left", parts[0], shards.left, group, scale)
@@ -247,7 +259,7 @@ def spread_pairs(group: Group, matrix: sp.csr_matrix, work: float) -> Shards:
 def local_pairs(
     matrix: sp.csr_matrix, weights: NDArray[np.floating] | None, shards: Shards
 ) -> tuple[sp.csr_matrix, NDArray[np.floating] | None]:
-    """The local left rows of all pairs, and the weights of these pairs, which are in the order of sorted rows."""
+    """The local left rows of all pairs, and the weights (or times) of these pairs, in the order of sorted rows."""
     if shards.single:
         return matrix, weights
     if not matrix.has_sorted_indices:

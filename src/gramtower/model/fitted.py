@@ -379,8 +379,9 @@ class FittedModel:
             right_features: the same for right entities to be ranked among the others. Of a table with the column of
                 ids, rows with known ids are left as the model knows them; rows of a matrix are called ("new", 0),
                 ("new", 1), …, or go on with the numbers of a model without ids.
-            histories: for models whose left features have a "history": a list of right ids for each new entity, or a
-                scipy.sparse matrix with one column for each right entity.
+            histories: for models whose left features have a "history": a list of right ids for each new entity, the
+                newest last, or a scipy.sparse matrix with one column for each right entity, larger values being newer.
+                The order matters only for "history:last=…" and "history:decay=…".
             as_frame: return a table, of polars if it is installed and otherwise of pandas, with a row for each answer:
                 ``left``, ``rank`` from 1, ``right``, ``score``. New left entities are called by the ids that a table
                 of them has, or by their row from 0.
@@ -844,6 +845,12 @@ def _histories(
     """What the left entities of a test have seen, in its rows, and which of them have a history."""
     if isinstance(histories, Interactions):
         ids = (names, known.right.ids)
+        if known.left.inputs.has_order:
+            if histories.times is None:
+                check.fail("histories", "pairs without times", "pairs with times, or lists with the newest id last")
+            old = histories.matrix
+            timed = sp.csr_matrix((histories.times, old.indices, old.indptr), shape=old.shape)
+            histories = replace(histories, matrix=timed)
         found = align("histories", histories, ids, (len(names), len(known.right)), numbered)
         refuse_strangers("histories", found, ids)
         return found.pairs, join(names, index_of(histories.left_ids)) >= 0

@@ -31,7 +31,7 @@ from gramtower.data.ids import Key
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
 from gramtower.model.explanation import Explainer, Explanation
-from gramtower.model.side import Side, described
+from gramtower.model.side import Side, described, listed_histories
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.retrieval.list_rules import Rules, make_rules
 from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, index_path, read_index
@@ -291,10 +291,7 @@ class Snapshot:
         return None if seen is None else seen.sorted_indices()
 
     def _histories(self, histories: Sequence[Sequence[Key]]) -> sp.csr_matrix:
-        columns = [np.unique(self.right.rows(history)) for history in histories]
-        offsets = np.cumsum([0, *map(len, columns)])
-        indices = np.concatenate([np.empty(0, np.int64), *columns])
-        return sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(columns), len(self.right)))
+        return listed_histories([self.right.rows(history) for history in histories], len(self.right))
 
     def _table(self, side: str, one: Side) -> EntityTable | None:
         source = (self.source.tables or {}).get(side)
