@@ -27,7 +27,7 @@ from gramtower.cli.output import print_answer, print_json, print_table
 from gramtower.cli.reading import for_writing, held_out_of, read_pairs
 from gramtower.data import frames, splits
 from gramtower.data.frames import suffix_of
-from gramtower.data.ids import index_of, join
+from gramtower.data.ids import as_objects, index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.data.splits import Split
 from gramtower.distributed.partition import write_partition
@@ -252,7 +252,7 @@ def _columns(pairs: Interactions, values: bool) -> dict[str, NDArray[np.generic]
     Where ids have such a name, that column is called pair_value, pair_weight or pair_time.
     """
     names = (pairs.left_name, pairs.right_name) if pairs.left_name != pairs.right_name else ("left", "right")
-    found: dict[str, NDArray[np.generic] | None] = dict.fromkeys(names)
+    found: dict[str, NDArray[np.generic] | None] = dict.fromkeys((names[0], *pairs.context, names[1]))
     numbers = {"value": pairs.matrix.data if values else None, "weight": pairs.weights, "time": pairs.times}
     for name, column in numbers.items():
         if column is not None:
@@ -284,12 +284,17 @@ def write_pairs(pairs: Interactions, out: Path, values: bool | None = None) -> N
 def _table(pairs: Interactions, start: int, stop: int, values: bool) -> pl.DataFrame:
     polars = frames.polars()
     rows = np.searchsorted(pairs.matrix.indptr, np.arange(start, stop), side="right") - 1
-    ids = iter([pairs.left_ids[rows], pairs.right_ids[pairs.matrix.indices[start:stop]]])
+    left = [pairs.left_ids[rows]]
+    if pairs.context:
+        read = [json.loads(key) for key in left[0].tolist()]
+        left = [as_objects([one[name] for one in read]) for name in (pairs.left_name, *pairs.context)]
+    ids = iter([*left, pairs.right_ids[pairs.matrix.indices[start:stop]]])
     cells = {}
     for name, numbers in _columns(pairs, values).items():
         part = next(ids) if numbers is None else numbers[start:stop]
         text = part.dtype == object
-        cells[name] = polars.Series(part.tolist(), dtype=polars.String) if text else polars.Series(part)
+        kind = None if pairs.context else polars.String  # ids in a context may be numbers
+        cells[name] = polars.Series(part.tolist(), dtype=kind) if text else polars.Series(part)
     found: pl.DataFrame = polars.DataFrame(cells)
     return found
 
@@ -323,6 +328,8 @@ def partition(
     for_writing(out)
     check.count("parts", parts, most=MOST_PARTS)
     options = read_config(config).with_flags(data).data
+    if options.context is not None:
+        check.fail("--context", repr(options.context), "nothing: models with context are fitted in one process")
     pairs, held_out = held_out_of(read_pairs(path, options, not common.quiet), options, seed)
     manifest = write_partition(pairs, out, parts, held_out)
     sizes = [part["pairs"] for part in manifest.parts]

@@ -55,7 +55,7 @@ def find_format(path: Path, options: ReadOptions, name: str = "DATA") -> str:
         if options.threshold is not None and options.value is None:
             check.fail("threshold", options.threshold, "--value as well: the column that it applies to")
     else:
-        for role in _ROLES:
+        for role in (*_ROLES, "context"):
             if (column := getattr(options, role)) is not None:
                 check.fail(f"--{role}", repr(column), f"nothing: the format {kind} has its own columns")
         if options.threshold is not None and "threshold" not in flags:
@@ -124,13 +124,15 @@ def _read_events(source: TableLike | Path, options: DataOptions) -> Interactions
         check.fail("--event-weights", repr(options.event_weights), "TYPE=WEIGHT,TYPE=WEIGHT, such as view=1,buy=10")
     aged: dict[str, Any] = {} if options.half_life is None else {"half_life": options.half_life, "now": options.now}
     return Interactions.from_events(
-        source, left, right, event=options.event or "", weights=weights, time=options.time, **aged
+        source, left, right, event=options.event or "", weights=weights, time=options.time, **aged, **_context(options)
     )
 
 
 def _read_edges(path: Path, options: ReadOptions, loud: bool) -> Interactions:
     """Read lines of fields between spaces or tabs, in a .csv file between commas; columns are positions from 0."""
     given = {name: getattr(options, name) for name in _ROLES}
+    if options.context is not None:
+        check.fail("--context", repr(options.context), "nothing: edges have no column names")
     for name, column in given.items():
         if column is not None and not column.isdecimal():
             check.fail(f"--{name}", repr(column), "a position from 0: edges have no column names")
@@ -169,7 +171,12 @@ def _separator(options: ReadOptions) -> str | None:
 
 def _arguments(options: ReadOptions) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in ("value", "weight", "time", "threshold")}
-    return given | {"labels": options.value is not None and options.threshold is None}
+    return given | {"labels": options.value is not None and options.threshold is None} | _context(options)
+
+
+def _context(options: ReadOptions) -> dict[str, Any]:
+    named = [name.strip() for name in (options.context or "").split(",")]
+    return {} if options.context is None else {"context": [name for name in named if name]}
 
 
 def _other_separator(path: Path, separator: str) -> str | None:
@@ -242,6 +249,8 @@ class ReadOptions:
     "Of a log of events (csv, parquet), the column with their types; pairs are weighed by --event-weights."
     event_weights: str | None = None
     "Weights of types, such as view=1,cart=3,buy=10; those of a pair's events are added, 0 leaves events out."
+    context: str | None = None
+    "Context columns (csv, parquet), such as device,hour: left entities are combinations of --left and their values."
     format: Annotated[
         str | None,
         Parameter(

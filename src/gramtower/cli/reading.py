@@ -27,6 +27,7 @@ from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.partition import Shard, is_partition
 from gramtower.engine.kernels.elementwise import LOSSES, Loss
 from gramtower.engine.objective.constants import as_imputed
+from gramtower.model.context import with_context
 from gramtower.model.feature_spec import ORDERED
 from gramtower.model.fit_data import hold_out
 from gramtower.model.two_tower import TwoTower, load
@@ -122,6 +123,11 @@ def tower_features(
             report[side] = _report_join(side, table, ids, say, processes)
             parts.append(table)
         identity, scale = getattr(settings.features, f"{side}_identity"), settings.features.identity_scale
+        if side == "left" and isinstance(pairs, Interactions) and pairs.context:
+            if parts or identity:
+                check.fail("--context", ", ".join(pairs.context), "it without --history, --left-features and -identity")
+            arguments["left_features"] = with_context(pairs, None)
+            continue
         if identity is False and not parts:
             check.fail(f"--no-{side}-identity", "no other features", f"--{side}-features to see instead")
         if identity is False:

@@ -6,12 +6,12 @@ kept. Cost: O(rows) time and memory in addition to reading the file; data/matric
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from functools import cached_property
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -30,6 +30,7 @@ from gramtower.data.ids import (
     code_series,
     code_values,
     decays,
+    id_series,
     index_of,
     join,
     moments,
@@ -89,6 +90,8 @@ class Interactions:
             ids; otherwise None. Such numbers are not joined with those of another matrix.
         same_entities: whether both sides are one set, such as packages that depend on packages: then no entity is
             recommended to itself. With None, :attr:`one_set` decides from the data.
+        context: names of context columns; left entities are then combinations of an id and their values, and left ids
+            are JSON objects such as ``{"user":"ann","device":"tv"}``.
 
     Example:
         >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob"], ["tea", "milk", "tea"])
@@ -108,6 +111,7 @@ class Interactions:
     report: Mapping[str, int] = field(default_factory=dict)
     numbered: tuple[int | None, int | None] = (None, None)
     same_entities: bool | None = None
+    context: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if checked("matrix", self.matrix).shape != (len(self.left_ids), len(self.right_ids)):
@@ -142,6 +146,7 @@ class Interactions:
         comment: str | None = None,
         encoding: str = "utf8",
         same_entities: bool | None = None,
+        context: Sequence[str] = (),
     ) -> Interactions:
         """Read pairs from a delimited text file; .gz, .zst, .xz and .bz2 are decompressed.
 
@@ -163,9 +168,11 @@ class Interactions:
             comment: lines that start with this text are skipped.
             encoding: text encoding; any name that Python knows.
             same_entities: whether both sides are one set of entities; see the class.
+            context: columns that make left entities together with the left id, such as ``["device", "hour"]``. Their
+                values are categories; docs/how-to/context.md describes such models.
         """
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value=value, weight=weight, time=time)
+        texts, others = _choices(left, right, context, value=value, weight=weight, time=time)
         source = path if isinstance(path, bytes) else existing("path", path)
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
         with reading("text" if isinstance(source, bytes) else source):
@@ -189,6 +196,7 @@ class Interactions:
         labels: bool = False,
         duplicates: str = "max",
         same_entities: bool | None = None,
+        context: Sequence[str] = (),
         progress: Callable[[ReadingProgress], None] | None = None,
     ) -> Interactions:
         """Read pairs from a Parquet file, or in a stream from a folder of Parquet parts.
@@ -199,9 +207,11 @@ class Interactions:
         folder, in any thread, with a :class:`gramtower.data.parquet.ReadingProgress`.
         """
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value=value, weight=weight, time=time)
+        texts, others = _choices(left, right, context, value=value, weight=weight, time=time)
         source = existing("path", path, folder=True)
         if source.is_dir():
+            if context:
+                check.fail("context", f"{', '.join(context)} with a folder", "a file, or polars.scan_parquet(folder)")
             from gramtower.data.parquet import read_folder
 
             fields, *names = read_folder(source, texts + others, rule, progress)
@@ -223,10 +233,11 @@ class Interactions:
         labels: bool = False,
         duplicates: str = "max",
         same_entities: bool | None = None,
+        context: Sequence[str] = (),
     ) -> Interactions:
         """Read pairs from a polars, pandas or pyarrow table or a mapping of columns; see :meth:`from_csv`."""
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = _choices(left, right, value=value, weight=weight, time=time)
+        texts, others = _choices(left, right, context, value=value, weight=weight, time=time)
         return cls._from_columns(frames.take("frame", frame, texts + others), others, rule, same_entities)
 
     @classmethod
@@ -296,6 +307,7 @@ class Interactions:
         now: Moment | None = None,
         duplicates: str = "sum",
         same_entities: bool | None = None,
+        context: Sequence[str] = (),
     ) -> Interactions:
         """Turn a log of events, such as views and purchases, into weighted pairs labelled 1.
 
@@ -317,41 +329,45 @@ class Interactions:
             duplicates: how events of one pair are merged: "sum", "max" for the largest weight, or another rule of the
                 class.
             same_entities: whether both sides are one set of entities; see the class.
+            context: context columns, as for :meth:`from_csv`.
         """
         rule, known = Rule(None, False, duplicates), event_weights(weights)
         if half_life is not None and time is None:
             check.fail("half_life", repr(half_life), "time= as well: the column of times")
-        texts: list[Choice] = [("left", left), ("right", right), ("event", event)]
-        others: list[Choice] = [] if time is None else [("time", time)]
+        texts, others = _choices(left, right, context, time=time)
+        texts.append(("event", event))
         columns = frames.read_columns("events", events, texts, others)
-        pl, types = frames.polars(), frames.texts(columns.pop(2))
+        types = frames.texts(columns.pop(len(texts) - 1))
         for kind, count in types.drop_nulls().value_counts(sort=True).rows():
             if kind not in known:
                 given = f"no weight for the type {kind!r} of {count:,} events"
                 check.fail("weights", given, "a number for each type of event; 0 leaves its events out")
-        values = types.replace_strict(known, default=None, return_dtype=pl.Float64)
+        values = types.replace_strict(known, default=None, return_dtype=frames.polars().Float64)
         kept = values.is_null() | (values > 0)  # a missing type is counted as a missing number
-        columns = [column.filter(kept) for column in (columns[0], columns[1], values, *columns[2:])]
+        columns, values = [column.filter(kept) for column in columns], values.filter(kept)
         if half_life is not None:
-            columns[3] = frames.seconds("time", columns[3])
-            columns[2] = columns[2] * decays(columns[3].to_numpy(), half_life, now)
-        return cls._from_columns(columns, [("weight", event), *others], rule, same_entities)
+            columns[-1] = frames.seconds("time", columns[-1])
+            values = values * decays(columns[-1].to_numpy(), half_life, now)
+        return cls._from_columns([*columns, values], [*others, ("weight", event)], rule, same_entities)
 
     @classmethod
     def _from_columns(
         cls, columns: list[pl.Series], others: list[Choice], rule: Rule, same_entities: bool | None
     ) -> Interactions:
-        """Assemble the columns left, right and ``others``; the list is emptied to free text early."""
+        """Assemble the columns left, right, context and ``others``; the list is emptied to free text early."""
         numbers = {}
         for name, _ in reversed(others):
             column = columns.pop()
             if name != "value" or rule.reads_value:
                 read = frames.seconds if name == "time" else frames.numbers
                 numbers[name] = read(name, column).to_numpy()  # a missing number is NaN from here on
-        left_name, right_name = columns[0].name, columns[1].name
+        left_name, right_name, *context = (column.name for column in columns)
+        if context:
+            columns = [_combined([columns[0], *columns[2:]]), columns[1]]
         left, right = code_series(left=columns.pop(0), right=columns.pop(0))
         fields = assemble(left, right, numbers, rule)
-        return cls(**vars(fields), left_name=left_name, right_name=right_name, same_entities=same_entities)
+        names: dict[str, Any] = {"left_name": left_name, "right_name": right_name, "context": tuple(context)}
+        return cls(**vars(fields), **names, same_entities=same_entities)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -363,8 +379,8 @@ class Interactions:
 
     def __repr__(self) -> str:
         m, n = self.shape
-        sets = ", one set of entities" if self.one_set else ""
-        return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r}{sets})"
+        sets, left = ", one set of entities" if self.one_set else "", " × ".join((self.left_name, *self.context))
+        return f"Interactions({len(self):,} pairs of {m:,} {left!r} and {n:,} {self.right_name!r}{sets})"
 
     def _repr_html_(self) -> str:
         (m, n), matrix = self.shape, self.matrix
@@ -475,9 +491,22 @@ def event_weights(given: object) -> dict[str, float]:
     return {str(kind): check.number(f"weights[{kind!r}]", value, minimum=0.0) for kind, value in given.items()}
 
 
-def _choices(left: Column, right: Column, **others: Column | None) -> tuple[list[Choice], list[Choice]]:
+def _choices(
+    left: Column, right: Column, context: Sequence[str], **others: Column | None
+) -> tuple[list[Choice], list[Choice]]:
     chosen = [(name, column) for name, column in others.items() if column is not None]
-    return [("left", left), ("right", right)], chosen
+    named = check.listed("context", context, "names of columns")
+    if len({*named, left}) <= len(named):
+        check.fail("context", ", ".join(map(repr, named)), "columns that differ from each other and from left")
+    return [("left", left), ("right", right), *(("context", column) for column in named)], chosen
+
+
+def _combined(columns: list[pl.Series]) -> pl.Series:
+    """Ids of combinations of a left id and the values of context columns as JSON; missing where the left id is."""
+    polars, own = frames.polars(), id_series("left", columns[0])
+    table = polars.DataFrame([own, *(frames.texts(column) for column in columns[1:])])
+    written = polars.struct(polars.all()).struct.json_encode()
+    return cast("pl.Series", table.select(polars.when(own.is_not_null()).then(written)).to_series())
 
 
 class PairSamples:

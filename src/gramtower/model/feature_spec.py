@@ -178,7 +178,7 @@ class GivenFeatures:
         """Return the number of features that a hidden layer would see; 0 where the side has ids."""
         total = 0
         for part in self.parts:
-            if part is None or (isinstance(part, str) and not part.startswith("history")):
+            if part is None or (isinstance(part, str) and not part.startswith("history")) or is_combination(part):
                 return 0
             if isinstance(part, str):
                 total += right
@@ -258,6 +258,11 @@ class GivenFeatures:
         )
 
 
+def is_combination(part: object) -> bool:
+    """Whether something is the table of ids in a context, in which ids are one-hot."""
+    return isinstance(part, FeatureTable) and part.id == COMBINATION
+
+
 def is_matrix(value: object) -> TypeGuard[MatrixLike]:
     """Whether a value has rows of numbers: scipy.sparse, torch, numpy or anything that numpy makes an array of."""
     return hasattr(value, "shape") and (sp.issparse(value) or hasattr(value, "__array__"))
@@ -292,6 +297,7 @@ def read_table(name: str, given: TableLike | str | os.PathLike[str]) -> pl.DataF
 
 
 NAMES = ("id", "history")
+COMBINATION = "(combination)"  # the column of ids of a table of ids in a context (model/context.py)
 ORDERED = ("last", "decay")  # rules of histories that need to know which entries are newer
 _GIVEN = ("table", "sparse", "dense")  # parts that the caller describes new entities by
 _USUAL = 1024  # entries of the mean history that are kept, the largest ones
@@ -356,7 +362,7 @@ class FeatureSpec:
     @property
     def features_alone(self) -> bool:
         """Whether entities are known by features, and neither by ids nor by histories, which are a kind of ids."""
-        return all(part.kind not in ("id", "history") for part in self.parts)
+        return all(part.kind not in NAMES and not is_combination(part.table) for part in self.parts)
 
     @property
     def width(self) -> int:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -36,6 +37,7 @@ from gramtower.model.feature_spec import (
     Ids,
     Matrix,
     Part,
+    is_combination,
     is_frame,
     is_sparse,
     is_table,
@@ -60,6 +62,7 @@ class Columns:
     weight: Column | None = None
     time: Column | None = None
     threshold: float | None = None
+    context: Sequence[str] | None = None
 
     def read(self, name: str, given: Validation) -> FitPairs:
         """A frame as Interactions; anything else as it is, for which no columns may be given.
@@ -80,6 +83,7 @@ class Columns:
         return Interactions.from_frame(
             given, self.left, self.right, value=self.value, weight=self.weight, time=self.time,
             threshold=self.threshold, labels=self.value is not None and self.threshold is None,
+            context=self.context or (),
         )  # fmt: skip
 
     def read_pairs(self, name: str, given: PairsLike | str | os.PathLike[str]) -> FitPairs:
@@ -161,7 +165,8 @@ class FitData:
 def seen_by_towers(both: tuple[FeatureSpec, FeatureSpec]) -> str:
     """What towers see, for defaults: ids on each side, next to which there may be features; features; or histories."""
     described = [inputs for inputs in both if inputs.described]
-    if all(any(part.kind == "id" for part in inputs.parts) for inputs in described):  # an id can learn all there is
+    ids = (any(part.kind == "id" or is_combination(part.table) for part in inputs.parts) for inputs in described)
+    if all(ids):  # which can learn all there is
         return defaults.IDS
     return defaults.FEATURES if all(inputs.features_alone for inputs in described) else defaults.HISTORIES
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
@@ -18,12 +18,13 @@ from gramtower._util import html as html
 from gramtower._util.checks import need
 from gramtower.data.frames import Column
 from gramtower.data.ids import IdsLike, Key
-from gramtower.data.interactions import PairsLike, pairs_of
+from gramtower.data.interactions import Interactions, PairsLike, pairs_of
 from gramtower.data.tables import FeaturesLike
 from gramtower.engine.kernels.elementwise import Loss, as_loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
+from gramtower.model.context import with_context
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.exporting import write_export
 from gramtower.model.fit_data import Columns, Validation, weighed_by_age
@@ -112,6 +113,7 @@ class TwoTower(ModelSettings):
         time: Column | None = None,
         threshold: float | None = None,
         half_life: str | timedelta | None = None,
+        context: Sequence[str] | None = None,
     ) -> TwoTower:
         """Learn from observed pairs. If it fails, the model stays what it was.
 
@@ -158,9 +160,12 @@ class TwoTower(ModelSettings):
             threshold: smallest value that makes a pair, labelled 1.
             half_life: the age at which a pair counts half, such as "90d", for pairs with times; see
                 :meth:`gramtower.Interactions.decayed`. Such a model cannot be updated, as pairs have weights then.
+            context: of a table, context columns, such as ``["device", "hour"]``: left entities are then combinations of
+                a left id and their values, and ``recommend(ids, context={"device": "tv"})`` asks in a context. See
+                docs/how-to/context.md.
         """
         previous = self._known() if warm_start else None
-        columns = Columns(left, right, value, weight, time, threshold)
+        columns = Columns(left, right, value, weight, time, threshold, context)
         self.fitted_ = fit(
             self.with_changes(), weighed_by_age(columns.read("pairs", pairs), half_life), left_features, right_features,
             columns.read_also("validation", validation), previous, checkpoint, history,
@@ -280,9 +285,12 @@ class TwoTower(ModelSettings):
         from gramtower.experiments.tuning.search import tune
         from gramtower.experiments.tuning.trial import chosen_features
 
-        features, refit = (left_features, right_features), check.flag("refit", refit)
+        refit = check.flag("refit", refit)
         columns = Columns(left, right, value, weight, time, threshold)
         pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
+        if isinstance(pairs, Interactions) and pairs.context:
+            left_features = with_context(pairs, left_features)
+        features = left_features, right_features
         lines = progress_lines("gramtower.tune", verbose)
         found = tune(
             self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric or self.metric,

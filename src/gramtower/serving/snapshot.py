@@ -30,6 +30,7 @@ from gramtower.data.entity_table import EntityTable
 from gramtower.data.ids import Key
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
+from gramtower.model.context import Context
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.side import Side, described, listed_histories
 from gramtower.model.two_tower import TwoTower, load
@@ -147,16 +148,19 @@ class Snapshot:
         left: Sequence[Key] | None = None,
         left_features: NewFeatures = None,
         histories: Histories = None,
+        context: Context | None = None,
         exclude_seen: bool = True,
         allow: Sequence[Key] | Sequence[Sequence[Key]] | None = None,
         deny: Sequence[Key] | None = None,
         **rules: Any,
     ) -> Query:
         """The query of model.recommend, which can be batched with others; ``allow`` may have a list for each row."""
-        if left is not None:
+        seen: sp.csr_matrix | None = self.seen
+        if left is not None and (found := self._in_context(left, context)) is not None:
+            (rows, embeddings), seen = found, self.model.fitted_.seen_by_users
+        elif left is not None:
             rows = self.left.rows(left)
             embeddings = self.left.embeddings[torch.from_numpy(rows)]
-            seen: sp.csr_matrix | None = self.seen
         else:
             matrix = None if histories is None else self._histories(histories)
             embeddings = self.embed_new("left", left_features, matrix)
@@ -180,6 +184,20 @@ class Snapshot:
         counts = {"unknown_allowed": unknown_allowed, "unknown_denied": unknown_denied}
         notes = {name: count for name, count in counts.items() if count}
         return Query(embeddings, excluded, k, among, key, None if own is None else list(own), made, notes)
+
+    def check_left(self, left: Sequence[Key], context: Context | None) -> None:
+        """Refuse unknown left ids and contexts, before an answer begins."""
+        if self._in_context(left, context) is None:
+            self.left.rows(left)
+
+    def _in_context(self, left: Sequence[Key], context: Context | None) -> tuple[Rows, Tensor] | None:
+        """Users of a model with context and their embeddings; None for ids of left entities."""
+        if context is None and self.model.fitted_.combinations is None:
+            return None
+        try:
+            return self.model.fitted_.in_context(list(left), context)
+        except ValueError as error:
+            raise Refused(404 if "unknown ids" in str(error) else 422, " ".join(str(error).split())[:500]) from error
 
     def recommend(self, queries: Sequence[Query]) -> list[Found]:
         """The lists of several queries."""
