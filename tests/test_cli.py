@@ -507,7 +507,7 @@ def test_every_argument_of_the_estimator_is_a_flag():
     arguments = set(inspect.signature(TwoTower.__init__).parameters) - {"self", "towers", "verbose"}
     flags = {f.name for name in ("model", "train") for f in dataclasses.fields(TABLES[name])}
     assert arguments - flags == {"optimizer_options"}  # --option NAME=VALUE
-    assert flags - arguments == {"option", "history", "refit", "validation_side"}
+    assert flags - arguments == {"option", "history", "history_last", "history_decay", "refit", "validation_side"}
 
 
 def test_written_values_are_toml():

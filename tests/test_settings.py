@@ -43,7 +43,8 @@ def test_every_setting_with_a_table_is_a_flag_and_a_key_of_the_config_file():
     pytest.importorskip("cyclopts")
     from gramtower.cli.options import TABLES
 
-    own = {"model": {"history"}, "train": {"validation_side", "refit"}}  # arguments of fit
+    histories = {"history", "history_last", "history_decay"}
+    own = {"model": histories, "train": {"validation_side", "refit"}}  # arguments of fit
     for table, more in own.items():
         flags = {one.name for one in fields(TABLES[table])}
         assert flags - more == {one.flag or name for name, one in SETTINGS.items() if one.table == table}

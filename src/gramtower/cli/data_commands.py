@@ -277,7 +277,10 @@ def partition(
     """
     for_writing(out)
     check.count("parts", parts, most=MOST_PARTS)
-    pairs = read_pairs(path, read_config(config).with_flags(data).data, not common.quiet)
+    options = read_config(config).with_flags(data).data
+    if options.context is not None:
+        check.fail("--context", repr(options.context), "nothing: models with context are fitted in one process")
+    pairs = read_pairs(path, options, not common.quiet)
     sizes = write_partition(pairs, out, parts)
     facts = {
         "folder": str(out),

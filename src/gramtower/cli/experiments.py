@@ -50,7 +50,15 @@ from gramtower.experiments.cross_validation import cross_validate as validate
 from gramtower.experiments.cross_validation import span
 from gramtower.experiments.figures import PAGE
 from gramtower.experiments.fit_report import FitRun, Titles, fit_page, validation_pairs
-from gramtower.experiments.tuning.report import REPORT, TABLE, Search, read_search, trial_lines, tuning_page
+from gramtower.experiments.tuning.report import (
+    OF_HISTORY,
+    REPORT,
+    TABLE,
+    Search,
+    read_search,
+    trial_lines,
+    tuning_page,
+)
 from gramtower.experiments.tuning.search import tune as search
 from gramtower.experiments.tuning.space import read_space
 from gramtower.metrics.definitions import DEFAULT, parse
@@ -304,7 +312,7 @@ def tune(
     left, right = (None if parts == ["id"] else parts for parts in towers.values())
     tables = {
         "data": {name: value for name, value in asdict(settings.data).items() if name != "validation"},
-        "features": features_table(settings.features) | {"history": settings.model.history},
+        "features": features_table(settings.features) | {name: getattr(settings.model, name) for name in OF_HISTORY},
     }
     say = trial_lines(common.note)
 

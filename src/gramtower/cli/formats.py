@@ -20,7 +20,7 @@ from cyclopts import Group, Parameter
 from gramtower._util import checks as check
 from gramtower.cli.output import note
 from gramtower.data import readers
-from gramtower.data.frames import separator_of, suffix_of
+from gramtower.data.frames import TableLike, polars, read_csv, separator_of, suffix_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.parquet import is_parts
 from gramtower.data.readers.mediawiki import is_mediawiki, mediawiki_links
@@ -40,10 +40,10 @@ _HEAD = 1 << 16  # bytes of a file in which its first line is looked for
 class Format:
     """A format of files or folders of pairs."""
 
-    read: Callable[[Path, ReadOptions, bool], Interactions]  # takes the options, and whether to report progress
+    read: Callable[[Path, DataOptions, bool], Interactions]  # takes the options, and whether to report progress
     endings: tuple[str, ...] = ()  # endings of file names that have this format
     sniff: Callable[[Path], bool] | None = None  # tells whether a folder or archive has this format
-    flags: tuple[str, ...] = ()  # that apply to it: "columns" (of _ROLES), "threshold", "separator"
+    flags: tuple[str, ...] = ()  # that apply to it: "columns" (of _ROLES), "threshold", "separator", "event"
     about: str = ""  # remark for the help of ``--format``
 
 
@@ -55,14 +55,26 @@ def find_format(path: Path, options: ReadOptions, name: str = "DATA") -> str:
         if options.threshold is not None and options.value is None:
             check.fail("threshold", options.threshold, "--value as well: the column that it applies to")
     else:
-        for role in _ROLES:
+        for role in (*_ROLES, "context"):
             if (column := getattr(options, role)) is not None:
                 check.fail(f"--{role}", repr(column), f"nothing: the format {kind} has its own columns")
         if options.threshold is not None and "threshold" not in flags:
             check.fail("threshold", options.threshold, f"nothing: the format {kind} has no values")
+    _check_events(kind, options)
     if options.separator is not None and "separator" not in flags:
         check.fail("--separator", repr(options.separator), f"nothing: the format {kind} has no separator to choose")
     return kind
+
+
+def _check_events(kind: str, options: ReadOptions) -> None:
+    if (options.event is None) != (options.event_weights is None):
+        check.fail("--event, --event-weights", "one of them", "both: the column of types, and their weights")
+    if options.event is not None:
+        if "event" not in FORMATS[kind].flags:
+            check.fail("--event", repr(options.event), f"nothing: the format {kind} has no types of events")
+        for role in ("value", "weight", "threshold"):
+            if (given := getattr(options, role)) is not None:
+                check.fail(f"--{role}", repr(given), "nothing with --event, which says what pairs weigh")
 
 
 def guess_format(path: Path, name: str = "DATA") -> str:
@@ -79,10 +91,12 @@ def guess_format(path: Path, name: str = "DATA") -> str:
     check.fail(name, path, f"{expected} with one of {', '.join(FORMATS)}")
 
 
-def _read_csv(path: Path, options: ReadOptions, loud: bool) -> Interactions:
+def _read_csv(path: Path, options: DataOptions, loud: bool) -> Interactions:
     left, right = _id_columns(options, "; for a file without a header, --format edges takes positions")
     separator = _separator(options) or separator_of(path)
     try:
+        if options.event is not None:
+            return _read_events(polars().DataFrame(read_csv(path, None, separator=separator)), options)
         return Interactions.from_csv(path, left, right, separator=separator, **_arguments(options))
     except ValueError as error:
         other = _other_separator(path, separator)
@@ -93,7 +107,9 @@ def _read_csv(path: Path, options: ReadOptions, loud: bool) -> Interactions:
         raise ValueError(f"{error}; {hint}") from error
 
 
-def _read_parquet(path: Path, options: ReadOptions, loud: bool) -> Interactions:
+def _read_parquet(path: Path, options: DataOptions, loud: bool) -> Interactions:
+    if options.event is not None:
+        return _read_events(path, options)
     return Interactions.from_parquet(path, **parquet_arguments(path, options, loud))
 
 
@@ -103,9 +119,25 @@ def parquet_arguments(path: Path, options: ReadOptions, loud: bool) -> dict[str,
     return {"left": left, "right": right, "progress": _Notes() if loud else None, **_arguments(options)}
 
 
+def _read_events(source: TableLike | Path, options: DataOptions) -> Interactions:
+    """Read a log of events; only those to learn from have a half-life here (see :func:`reading.read_pairs`)."""
+    left, right = _id_columns(options)
+    named = [text.partition("=") for text in (options.event_weights or "").split(",")]
+    try:
+        weights = {kind.strip(): float(weight) for kind, _, weight in named}
+    except ValueError:
+        check.fail("--event-weights", repr(options.event_weights), "TYPE=WEIGHT,TYPE=WEIGHT, such as view=1,buy=10")
+    aged: dict[str, Any] = {} if options.half_life is None else {"half_life": options.half_life, "now": options.now}
+    return Interactions.from_events(
+        source, left, right, event=options.event or "", weights=weights, time=options.time, **aged, **_context(options)
+    )
+
+
 def _read_edges(path: Path, options: ReadOptions, loud: bool) -> Interactions:
     """Read lines of fields between spaces or tabs, in a .csv file between commas; columns are positions from 0."""
     given = {name: getattr(options, name) for name in _ROLES}
+    if options.context is not None:
+        check.fail("--context", repr(options.context), "nothing: edges have no column names")
     for name, column in given.items():
         if column is not None and not column.isdecimal():
             check.fail(f"--{name}", repr(column), "a position from 0: edges have no column names")
@@ -144,7 +176,12 @@ def _separator(options: ReadOptions) -> str | None:
 
 def _arguments(options: ReadOptions) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in ("value", "weight", "time", "threshold")}
-    return given | {"labels": options.value is not None and options.threshold is None}
+    return given | {"labels": options.value is not None and options.threshold is None} | _context(options)
+
+
+def _context(options: ReadOptions) -> dict[str, Any]:
+    named = [name.strip() for name in (options.context or "").split(",")]
+    return {} if options.context is None else {"context": [name for name in named if name]}
 
 
 def _other_separator(path: Path, separator: str) -> str | None:
@@ -175,8 +212,8 @@ class _Notes:
 
 #: All formats by name. Of several that a folder may have, the first one whose ``sniff`` agrees is used.
 FORMATS = {
-    "csv": Format(_read_csv, (".csv", ".tsv"), flags=("columns", "separator")),
-    "parquet": Format(_read_parquet, (".parquet", ".pq"), is_parts, ("columns",)),
+    "csv": Format(_read_csv, (".csv", ".tsv"), flags=("columns", "separator", "event")),
+    "parquet": Format(_read_parquet, (".parquet", ".pq"), is_parts, ("columns", "event")),
     "netflix": Format(partial(_read_set, netflix), sniff=is_netflix, flags=("threshold",)),
     "mediawiki": Format(partial(_read_set, mediawiki_links), sniff=is_mediawiki),
     "citeulike": Format(
@@ -212,7 +249,13 @@ class ReadOptions:
     weight: str | None = None
     "Column of weights of the pairs' losses."
     time: str | None = None
-    "Column of times, used by split and info."
+    "Column of times, used by --half-life, split and info."
+    event: str | None = None
+    "Of a log of events (csv, parquet), the column with their types; pairs are weighed by --event-weights."
+    event_weights: str | None = None
+    "Weights of types, such as view=1,cart=3,buy=10; those of a pair's events are added, 0 leaves events out."
+    context: str | None = None
+    "Context columns (csv, parquet), such as device,hour: left entities are combinations of --left and their values."
     format: Annotated[
         str | None,
         Parameter(
@@ -231,5 +274,9 @@ class ReadOptions:
 class DataOptions(ReadOptions):
     """How pairs are read, and which are held out. The table ``[data]``."""
 
+    half_life: str | None = None
+    "Weigh pairs or events by age, such as 90d: halve the weight for every such time (units: s, min, h, d, w)."
+    now: str | None = None
+    "With --half-life, the time from which ages count, such as 2024-01-31 [default: the newest]."
     validation: str | None = None
     "Pairs to stop early on: a share of each left entity's, such as 0.1, drawn with --seed, or a file like DATA."

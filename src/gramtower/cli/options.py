@@ -129,6 +129,10 @@ class ModelOptions(_Options):
 
     history: Annotated[bool | None, Parameter(negative=())] = None
     "Describe each left entity by its right entities, so that new left entities can be embedded."
+    history_last: int | None = None
+    "With --history and --time: only by the last N right entities."
+    history_decay: int | None = None
+    "With --history and --time: by values that halve with every N newer right entities."
 
 
 @_TRAINING

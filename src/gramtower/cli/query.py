@@ -200,6 +200,7 @@ def recommend(
     right_id: str | None = None,
     right_title: str | None = None,
     history: Texts = None,
+    context: Texts = None,
     every: Annotated[bool, Parameter(name="--all", negative=(), show_default=False)] = False,
     out: Path | None = None,
     device: str | None = None,
@@ -236,14 +237,17 @@ def recommend(
             --right-features, or the table that the model was fitted with].
         right_id: Its column of ids [default: called as in the run, or id].
         right_title: Its column that names an entity [default: title, name or label].
-        history: Right id of a new left entity, for models fitted with --history; may be repeated.
+        history: Right id of a new left entity, for models fitted with --history; may be repeated, the newest last.
+        context: COLUMN=VALUE: the context of --left, for models fitted with --context; may be repeated. Columns that
+            are not given, and values that training did not have, count as missing.
         every: For all left entities of the model; needs --out.
         out: With --all, the file to write: .parquet, .csv or .tsv.
         device: With --all, where scores are made: auto, cpu or cuda. [default: auto]
         fresh: With --all, begin again where an earlier run left parts.
     """
     if every:
-        for name, value in (("--left", left), ("--left-features", left_features), ("--history", history)):
+        described = (("--left-features", left_features), ("--history", history), ("--context", context))
+        for name, value in (("--left", left), *described):
             if value is not None:
                 check.fail(name, "given with --all", "one of them")
         if out is None:
@@ -283,6 +287,8 @@ def recommend(
         asked = left or [NEW]
     if history is not None:
         options["histories"] = [keys_of(model, "right", history)]
+    if context is not None:
+        options["context"] = {name: value for name, _, value in (text.partition("=") for text in context)}
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
     found, values = model.recommend(known, k, **options)
     titles = None if table is None else table[0].titles
@@ -402,7 +408,12 @@ def similar(
 
 def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> list[Key] | None:
     """Ids as the model knows them: text, whole numbers, or row numbers for a model that was fitted on a matrix."""
-    return None if ids is None else as_known(ids, model.left_.ids if side == "left" else model.right_.ids)
+    if ids is None:
+        return None
+    combined = model.fitted_.combinations if side == "left" else None
+    if combined is not None and not all(key in model.left_.index for key in ids):
+        return as_known(ids, combined.users)
+    return as_known(ids, model.left_.ids if side == "left" else model.right_.ids)
 
 
 def _show(

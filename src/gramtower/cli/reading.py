@@ -29,6 +29,8 @@ from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.partition import Shard, read_part, refuse_old
 from gramtower.engine.kernels.elementwise import LOSSES, Loss
 from gramtower.engine.objective.constants import as_imputed
+from gramtower.model.context import with_context
+from gramtower.model.feature_spec import ORDERED
 from gramtower.model.fit_data import hold_out
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.training.checkpoint import locked
@@ -46,11 +48,17 @@ Say = Callable[[str], None]  # prints a line about progress, or does nothing
 def read_pairs(
     path: Path, options: DataOptions, loud: bool = False, name: str = "DATA", loss: str | Loss | None = None
 ) -> Interactions:
-    """The pairs of a file or folder."""
+    """The pairs of a file or folder; those to learn from, ``DATA``, are weighed by age if there is a half-life."""
+    if name != "DATA":
+        options = replace(options, half_life=None, now=None)
+    elif options.now is not None and options.half_life is None:
+        check.fail("--now", repr(options.now), "--half-life as well")
     if not path.exists():
         raise FileNotFoundError(f"{name}: no such file or folder: {path}")
     refuse_old(name, path)
     pairs = FORMATS[find_format(path, options, name)].read(path, options, loud)
+    if options.half_life is not None and options.event is None:  # of events each one was
+        pairs = pairs.decayed(options.half_life, options.now)
     _check_labels(pairs.matrix.data, options, loss)
     return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
 
@@ -60,6 +68,10 @@ def read_share(path: Path, options: DataOptions, loud: bool, loss: str | Loss, g
     with group.together():
         if group.size == 1 or not path.is_dir() or find_format(path, options) != "parquet":
             return None
+        for name in ("context", "event", "half_life"):
+            if getattr(options, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                check.fail(flag, repr(getattr(options, name)), "nothing with several processes, which share a folder")
         columns = parquet_arguments(path, options, loud)
     shard = read_part(path, **columns, same_entities=options.same_entities, group=group)
     with group.together():
@@ -122,7 +134,7 @@ def tower_features(
     arguments: dict[str, Any] = {}
     report: dict[str, Any] = {}
     for side, ids, processes in (("left", pairs.left_ids, spread), ("right", pairs.right_ids, SINGLE)):
-        parts: list[Any] = ["history"] if side == "left" and settings.model.history else []
+        parts: list[Any] = _history(settings) if side == "left" else []
         path = getattr(settings.features, f"{side}_features")
         if path is not None:
             with group.together():
@@ -130,16 +142,30 @@ def tower_features(
             report[side] = _report_join(side, table, ids, say, processes)
             parts.append(table)
         identity, scale = getattr(settings.features, f"{side}_identity"), settings.features.identity_scale
+        if side == "left" and isinstance(pairs, Interactions) and pairs.context:
+            if parts or identity:
+                check.fail("--context", ", ".join(pairs.context), "it without --history, --left-features and -identity")
+            arguments["left_features"] = with_context(pairs, None)
+            continue
         if identity is False and not parts:
             check.fail(f"--no-{side}-identity", "no other features", f"--{side}-features to see instead")
         if identity is False:
             say(f"--no-{side}-identity is deprecated: a tower with features sees ids only with --{side}-identity")
         if identity is None:
-            identity = not parts or (scale is not None and "history" not in parts)
+            identity = not parts or (scale is not None and not isinstance(parts[0], str))
         scale = scale if parts else None
         own = "id" if scale is None else f"id*{check.number('--identity-scale', scale, above=0.0)!r}"
         arguments[f"{side}_features"] = [own, *parts] if identity else parts
     return arguments, report
+
+
+def _history(settings: Settings) -> list[str]:
+    """The history that the left tower sees, in a list; an empty one if it sees none."""
+    options = settings.model
+    rules = [(name, n) for name in ORDERED if (n := getattr(options, f"history_{name}")) is not None]
+    if len(rules) > 1 or (rules and not options.history):
+        check.fail(f"--history-{rules[0][0]}", rules[0][1], "--history as well, and one of --history-last and -decay")
+    return [":".join(["history", *(f"{name}={count}" for name, count in rules)])] if options.history else []
 
 
 def read_imputed(given: Any, pairs: Interactions | Shard) -> Any:

@@ -1,4 +1,4 @@
-"""Ids: their types, columns of ids as codes, lookups, ids as tensors, and times.
+"""Ids: their types, columns of ids as codes, lookups, ids as tensors, and times and durations.
 
 The ids of a side are whole numbers (an int64 array) or text (an object array of str):
 
@@ -23,7 +23,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -47,6 +47,8 @@ _SPARE = 4  # numbers are their own codes where they span at most this many time
 _EXPECTED = "ids that are text or whole numbers"
 _NUMBER = re.compile(r"0|-?[1-9][0-9]*")  # whole numbers as Python writes them
 _NAMED = 3  # unknown ids that an error names
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}  # of the units of durations
+_LATEST = 1e11  # seconds since 1970, in the year 5138: later times are milliseconds
 _MOMENT = "a number, a date, a datetime, or text such as 2020-01-31 or 2020-01-31T12:00:00+01:00"
 
 
@@ -400,3 +402,33 @@ def _of_datetime64(array: NDArray[np.datetime64]) -> NDArray[np.float64]:
     rest = (array - seconds) / np.timedelta64(1, "s")
     found = seconds.astype(np.int64) + rest
     return np.where(np.isnat(array), np.nan, found)
+
+
+def duration(name: str, value: object) -> float:
+    """Convert text such as "90d", a timedelta or a pandas Timedelta to seconds, which must be positive."""
+    found = float("nan")
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+)\s*", value, re.ASCII)):
+        found = float(match[1]) * _SECONDS.get(match[2], found)
+    elif isinstance(value, np.timedelta64):
+        found = float(value / np.timedelta64(1, "s"))
+    elif isinstance(value, timedelta):
+        found = value.total_seconds()
+    if not 0 < found < float("inf"):
+        units = ", ".join(_SECONDS)
+        check.fail(name, repr(value), f"a positive duration: text such as '90d' (units: {units}), or a timedelta")
+    return found
+
+
+def decays(times: NDArray[np.float64], half_life: object, now: object = None) -> NDArray[np.float64]:
+    """2^(−age / half_life) of each time; age counts from ``now`` or from the newest time. NaN stays NaN."""
+    half, newest = duration("half_life", half_life), float(np.max(times, initial=-np.inf, where=~np.isnan(times)))
+    if newest > _LATEST:
+        check.fail("time", f"{newest:.0f}", "dates, or seconds since 1970: divide milliseconds by 1000")
+    end = newest if now is None else moment("now", now)
+    if end < newest:
+        later = f"{end:.0f} with {int((times > end).sum()):,} later times, up to {newest:.0f} (seconds since 1970)"
+        check.fail("now", later, "the newest time or a later one; leave out what came after it")
+    found: NDArray[np.float64] = np.exp2((times - end) / half)
+    if len(found) and not np.nanmax(found, initial=0.0) > np.finfo(np.float32).tiny:
+        check.fail("half_life", repr(half_life), "a duration after which the newest pair has a weight above 0")
+    return found

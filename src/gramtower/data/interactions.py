@@ -6,11 +6,13 @@ kept. Cost: O(rows) time and memory in addition to reading the file; data/matric
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, timedelta
 from functools import cached_property
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -26,8 +28,11 @@ from gramtower.data.ids import (
     Key,
     as_ids,
     as_known,
+    as_objects,
     code_series,
     code_values,
+    decays,
+    id_series,
     index_of,
     join,
     moments,
@@ -52,6 +57,7 @@ if TYPE_CHECKING:
     from gramtower.data.parquet import ReadingProgress
 
 
+Moment: TypeAlias = float | str | date | np.datetime64  # datetimes are dates
 _SHOWN = 5  # pairs in a notebook
 
 
@@ -59,7 +65,8 @@ _SHOWN = 5  # pairs in a notebook
 class Interactions:
     """Observed pairs, such as which user bought which item: the training data of a model.
 
-    Create one with ``from_csv``, ``from_parquet``, ``from_frame``, ``from_arrays`` or ``from_matrix``.
+    Create one with ``from_csv``, ``from_parquet``, ``from_frame``, ``from_arrays``, ``from_matrix`` or, from a log of
+    events, ``from_events``.
 
     ``threshold=4`` keeps rows whose value is at least 4 and labels them 1. Without a threshold the value is the label
     if ``labels=True``; otherwise every row is a pair labelled 1. Rows with a missing id, or a missing value, weight or
@@ -86,6 +93,8 @@ class Interactions:
             ids; otherwise None. Such numbers are not joined with those of another matrix.
         same_entities: whether both sides are one set, such as packages that depend on packages: then no entity is
             recommended to itself. With None, :attr:`one_set` decides from the data.
+        context: names of context columns; left entities are then combinations of an id and their values, and left ids
+            are JSON objects such as ``{"user":"ann","device":"tv"}``.
 
     Example:
         >>> pairs = gt.Interactions.from_arrays(["ann", "ann", "bob"], ["tea", "milk", "tea"])
@@ -105,6 +114,7 @@ class Interactions:
     report: Mapping[str, int] = field(default_factory=dict)
     numbered: tuple[int | None, int | None] = (None, None)
     same_entities: bool | None = None
+    context: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if checked("matrix", self.matrix).shape != (len(self.left_ids), len(self.right_ids)):
@@ -139,6 +149,7 @@ class Interactions:
         comment: str | None = None,
         encoding: str = "utf8",
         same_entities: bool | None = None,
+        context: Sequence[str] = (),
     ) -> Interactions:
         """Read pairs from a delimited text file; .gz, .zst, .xz and .bz2 are decompressed.
 
@@ -160,9 +171,11 @@ class Interactions:
             comment: lines that start with this text are skipped.
             encoding: text encoding; any name that Python knows.
             same_entities: whether both sides are one set of entities; see the class.
+            context: columns that make left entities together with the left id, such as ``["device", "hour"]``. Their
+                values are categories; docs/how-to/context.md describes such models.
         """
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = column_choices(left, right, value=value, weight=weight, time=time)
+        texts, others = column_choices(left, right, context, value=value, weight=weight, time=time)
         source = path if isinstance(path, bytes) else existing("path", path)
         form: dict[str, Any] = {"separator": separator, "header": header, "quote": quote, "comment": comment}
         with reading("text" if isinstance(source, bytes) else source):
@@ -186,6 +199,7 @@ class Interactions:
         labels: bool = False,
         duplicates: str = "max",
         same_entities: bool | None = None,
+        context: Sequence[str] = (),
         progress: Callable[[ReadingProgress], None] | None = None,
     ) -> Interactions:
         """Read pairs from a Parquet file, or in a stream from a folder of Parquet parts.
@@ -196,9 +210,11 @@ class Interactions:
         folder, in any thread, with a :class:`gramtower.data.parquet.ReadingProgress`.
         """
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = column_choices(left, right, value=value, weight=weight, time=time)
+        texts, others = column_choices(left, right, context, value=value, weight=weight, time=time)
         source = existing("path", path, folder=True)
         if source.is_dir():
+            if context:
+                check.fail("context", f"{', '.join(context)} with a folder", "a file, or polars.scan_parquet(folder)")
             from gramtower.data.parquet import read_folder
 
             fields, *names = read_folder(source, texts + others, rule, progress)
@@ -220,10 +236,11 @@ class Interactions:
         labels: bool = False,
         duplicates: str = "max",
         same_entities: bool | None = None,
+        context: Sequence[str] = (),
     ) -> Interactions:
         """Read pairs from a polars, pandas or pyarrow table or a mapping of columns; see :meth:`from_csv`."""
         rule = Rule(threshold, labels, duplicates, value)
-        texts, others = column_choices(left, right, value=value, weight=weight, time=time)
+        texts, others = column_choices(left, right, context, value=value, weight=weight, time=time)
         return cls._from_columns(frames.take("frame", frame, texts + others), others, rule, same_entities)
 
     @classmethod
@@ -280,20 +297,80 @@ class Interactions:
         )  # fmt: skip
 
     @classmethod
+    def from_events(
+        cls,
+        events: TableLike | PathLike,
+        left: Column,
+        right: Column,
+        *,
+        event: Column,
+        weights: Mapping[str, float],
+        time: Column | None = None,
+        half_life: str | timedelta | None = None,
+        now: Moment | None = None,
+        duplicates: str = "sum",
+        same_entities: bool | None = None,
+        context: Sequence[str] = (),
+    ) -> Interactions:
+        """Turn a log of events, such as views and purchases, into weighted pairs labelled 1.
+
+        The weight of a pair is the sum of the weights of its events, each of them halved for every ``half_life`` of its
+        age; its time is that of the latest event. In training it multiplies the pair's loss, so that a pair with
+        weight 10 counts like ten pairs with weight 1.
+
+        Args:
+            events: a polars, pandas or pyarrow table, a mapping of columns, or the path of a CSV or Parquet file. Of a
+                folder of Parquet files, give ``polars.scan_parquet(folder)``.
+            left: column of left ids, by name or by position from 0.
+            right: column of right ids.
+            event: column with the type of each event.
+            weights: a number >= 0 for each type, such as ``{"view": 1, "cart": 3, "buy": 10}``. Events with weight 0
+                are left out; a type without a weight is an error.
+            time: column of times, as for :meth:`from_csv`.
+            half_life: a duration as for :meth:`decayed`; None for weights that do not depend on time.
+            now: the time from which ages count; None for the newest event.
+            duplicates: how events of one pair are merged: "sum", "max" for the largest weight, or another rule of the
+                class.
+            same_entities: whether both sides are one set of entities; see the class.
+            context: context columns, as for :meth:`from_csv`.
+        """
+        rule, known = Rule(None, False, duplicates), event_weights(weights)
+        if half_life is not None and time is None:
+            check.fail("half_life", repr(half_life), "time= as well: the column of times")
+        texts, others = column_choices(left, right, context, time=time)
+        texts.append(("event", event))
+        columns = frames.read_columns("events", events, texts, others)
+        types = frames.texts(columns.pop(len(texts) - 1))
+        for kind, count in types.drop_nulls().value_counts(sort=True).rows():
+            if kind not in known:
+                given = f"no weight for the type {kind!r} of {count:,} events"
+                check.fail("weights", given, "a number for each type of event; 0 leaves its events out")
+        values = types.replace_strict(known, default=None, return_dtype=frames.polars().Float64)
+        kept = values.is_null() | (values > 0)  # a missing type is counted as a missing number
+        columns, values = [column.filter(kept) for column in columns], values.filter(kept)
+        if half_life is not None:
+            columns[-1] = frames.seconds("time", columns[-1])
+            values = values * decays(columns[-1].to_numpy(), half_life, now)
+        return cls._from_columns([*columns, values], [*others, ("weight", event)], rule, same_entities)
+
+    @classmethod
     def _from_columns(
         cls, columns: list[pl.Series], others: list[Choice], rule: Rule, same_entities: bool | None
     ) -> Interactions:
-        """Assemble the columns left, right and ``others``; the list is emptied to free text early."""
+        """Assemble the columns left, right, context and ``others``; the list is emptied to free text early."""
         numbers = {}
         for name, _ in reversed(others):
             column = columns.pop()
             if name != "value" or rule.reads_value:
                 read = frames.seconds if name == "time" else frames.numbers
                 numbers[name] = read(name, column).to_numpy()  # a missing number is NaN from here on
-        left_name, right_name = columns[0].name, columns[1].name
+        left_name, right_name, *context = (column.name for column in columns)
+        if context:
+            columns = [_combined([columns[0], *columns[2:]]), columns[1]]
         left, right = code_series(left=columns.pop(0), right=columns.pop(0))
         fields = assemble(left, right, numbers, rule)
-        return cls(**vars(fields), left_name=left_name, right_name=right_name, same_entities=same_entities)
+        names: dict[str, Any] = {"left_name": left_name, "right_name": right_name, "context": tuple(context)}
+        return cls(**vars(fields), **names, same_entities=same_entities)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -305,8 +382,8 @@ class Interactions:
 
     def __repr__(self) -> str:
         m, n = self.shape
-        sets = ", one set of entities" if self.one_set else ""
-        return f"Interactions({len(self):,} pairs of {m:,} {self.left_name!r} and {n:,} {self.right_name!r}{sets})"
+        sets, left = ", one set of entities" if self.one_set else "", " × ".join((self.left_name, *self.context))
+        return f"Interactions({len(self):,} pairs of {m:,} {left!r} and {n:,} {self.right_name!r}{sets})"
 
     def _repr_html_(self) -> str:
         (m, n), matrix = self.shape, self.matrix
@@ -379,6 +456,20 @@ class Interactions:
         csr = _canonical(matrix, self.shape)
         return replace(self, matrix=csr, times=None, weights=None, report=_counts(csr))
 
+    def decayed(self, half_life: str | timedelta, now: Moment | None = None) -> Interactions:
+        """Multiply the weights of the pairs by 2^(−age / half_life), so that older pairs count less.
+
+        Args:
+            half_life: the age at which a pair counts half: text such as "90d", with one of the units s, min, h, d and
+                w, or a timedelta of datetime, pandas or numpy.
+            now: the time from which ages count: a number, a date, a datetime or ISO 8601 text like the times of pairs;
+                None for the newest time. Pairs after it are an error.
+        """
+        if self.times is None:
+            check.fail("half_life", repr(half_life), "pairs with times: read them with time=")
+        found = decays(self.times, half_life, now)
+        return replace(self, weights=(found if self.weights is None else found * self.weights).astype(np.float32))
+
     def renamed(self, left_name: str, right_name: str, **counts: int) -> Interactions:
         """Change the column names, and add counts to the report."""
         return replace(self, left_name=left_name, right_name=right_name, report={**self.report, **counts})
@@ -394,10 +485,30 @@ def _counts(matrix: sp.csr_matrix) -> dict[str, int]:
     return {"pairs": int(matrix.nnz), "left": matrix.shape[0], "right": matrix.shape[1]}
 
 
-def column_choices(left: Column, right: Column, **others: Column | None) -> tuple[list[Choice], list[Choice]]:
-    """The columns of ids and those of the other arguments that are not None."""
+def event_weights(given: object) -> dict[str, float]:
+    """Check the weights of types of events."""
+    if not isinstance(given, Mapping) or not given:
+        check.fail("weights", repr(given), 'numbers by type of event, such as {"view": 1, "buy": 10}')
+    return {str(kind): check.number(f"weights[{kind!r}]", value, minimum=0.0) for kind, value in given.items()}
+
+
+def column_choices(
+    left: Column, right: Column, context: Sequence[str] = (), **others: Column | None
+) -> tuple[list[Choice], list[Choice]]:
+    """The columns of ids and of their context, and those of the other arguments that are not None."""
     chosen = [(name, column) for name, column in others.items() if column is not None]
-    return [("left", left), ("right", right)], chosen
+    named = check.listed("context", context, "names of columns")
+    if len({*named, left}) <= len(named):
+        check.fail("context", ", ".join(map(repr, named)), "columns that differ from each other and from left")
+    return [("left", left), ("right", right), *(("context", column) for column in named)], chosen
+
+
+def _combined(columns: list[pl.Series]) -> pl.Series:
+    """Ids of combinations of a left id and the values of context columns as JSON; missing where the left id is."""
+    polars, own = frames.polars(), id_series("left", columns[0])
+    table = polars.DataFrame([own, *(frames.texts(column) for column in columns[1:])])
+    written = polars.struct(polars.all()).struct.json_encode()
+    return cast("pl.Series", table.select(polars.when(own.is_not_null()).then(written)).to_series())
 
 
 def column_names(pairs: Interactions) -> list[str]:
@@ -411,7 +522,7 @@ def _pair_columns(pairs: Interactions, values: bool) -> dict[str, NDArray[np.gen
     Where ids have such a name, that column is called pair_value, pair_weight or pair_time.
     """
     names = (pairs.left_name, pairs.right_name) if pairs.left_name != pairs.right_name else ("left", "right")
-    found: dict[str, NDArray[np.generic] | None] = dict.fromkeys(names)
+    found: dict[str, NDArray[np.generic] | None] = dict.fromkeys((names[0], *pairs.context, names[1]))
     numbers = {"value": pairs.matrix.data if values else None, "weight": pairs.weights, "time": pairs.times}
     for name, column in numbers.items():
         if column is not None:
@@ -430,12 +541,16 @@ def pair_table(pairs: Interactions, start: int, stop: int, values: bool) -> pl.D
     """Pairs ``start`` to ``stop`` as a table, with their values if asked for."""
     polars = frames.polars()
     rows = np.searchsorted(pairs.matrix.indptr, np.arange(start, stop), side="right") - 1
-    ids = iter([pairs.left_ids[rows], pairs.right_ids[pairs.matrix.indices[start:stop]]])
-    cells = {}
+    left = [pairs.left_ids[rows]]
+    if pairs.context:
+        read = [json.loads(key) for key in left[0].tolist()]
+        left = [as_objects([one[name] for one in read]) for name in (pairs.left_name, *pairs.context)]
+    ids = iter([*left, pairs.right_ids[pairs.matrix.indices[start:stop]]])
+    kind, cells = None if pairs.context else polars.String, {}  # ids in a context may be numbers
     for name, numbers in _pair_columns(pairs, values).items():
         part = next(ids) if numbers is None else numbers[start:stop]
         text = part.dtype == object
-        cells[name] = polars.Series(part.tolist(), dtype=polars.String) if text else polars.Series(part)
+        cells[name] = polars.Series(part.tolist(), dtype=kind) if text else polars.Series(part)
     found: pl.DataFrame = polars.DataFrame(cells)
     return found
 

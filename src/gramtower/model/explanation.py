@@ -184,6 +184,9 @@ class Explainer:
         if histories is not None:
             history = history_matrix(fitted.right, histories)
         elif inputs.has_history and own is not None:
+            if inputs.has_order:
+                expected = "the entity's history, the newest last: a model keeps which pairs there are, not their order"
+                check.fail("histories", "None", expected)
             history = (fitted.trained if own < this.trained else fitted.further)[own]
         row = inputs.new(this.name, features, history)
         if row.shape[0] != 1:

@@ -3,7 +3,9 @@
     "id"            a column for each entity of the training data; a new entity has none of them. "id*0.1" next to
                     other parts: entries of 0.1 instead of 1, which is λ / 0.1² instead of λ on what ids learn
     "history"       the observed right entities of a left one, equal values, length one; for an entity without any, the
-                    mean of the histories in training, as a tower has learned nothing for an empty one
+                    mean of the histories in training, as a tower has learned nothing for an empty one.
+                    "history:last=20": of the last 20 by time; "history:decay=20": of all, with values that halve with
+                    every 20 newer ones
     a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not
     a matrix        one row for each entity, in the order of the ids
 
@@ -176,7 +178,7 @@ class GivenFeatures:
         """Return the number of features that a hidden layer would see; 0 where the side has ids."""
         total = 0
         for part in self.parts:
-            if part is None or (isinstance(part, str) and part != "history"):
+            if part is None or (isinstance(part, str) and not part.startswith("history")) or is_combination(part):
                 return 0
             if isinstance(part, str):
                 total += right
@@ -256,6 +258,11 @@ class GivenFeatures:
         )
 
 
+def is_combination(part: object) -> bool:
+    """Whether something is the table of ids in a context, in which ids are one-hot."""
+    return isinstance(part, FeatureTable) and part.id == COMBINATION
+
+
 def is_matrix(value: object) -> TypeGuard[MatrixLike]:
     """Whether a value has rows of numbers: scipy.sparse, torch, numpy or anything that numpy makes an array of."""
     return hasattr(value, "shape") and (sp.issparse(value) or hasattr(value, "__array__"))
@@ -290,6 +297,8 @@ def read_table(name: str, given: TableLike | str | os.PathLike[str]) -> pl.DataF
 
 
 NAMES = ("id", "history")
+COMBINATION = "(combination)"  # the column of ids of a table of ids in a context (model/context.py)
+ORDERED = ("last", "decay")  # rules of histories that need to know which entries are newer
 _GIVEN = ("table", "sparse", "dense")  # parts that the caller describes new entities by
 _USUAL = 1024  # entries of the mean history that are kept, the largest ones
 
@@ -305,10 +314,13 @@ class Part:
     factor: float = 1.0  # entry of an id in its own column
     # of histories, the row of an entity without one; None for an empty row
     usual: sp.csr_matrix | None = field(default=None, compare=False, repr=False)
+    last: int = 0  # of histories, how many of the last entries count; 0 for all
+    decay: int = 0  # of histories, the number of newer entries that halve a value; 0 for equal values
 
     @property
     def name(self) -> str:
-        return self.kind if self.factor == 1 else f"{self.kind}*{self.factor!r}"
+        rule = next((f":{name}={value}" for name in ORDERED if (value := getattr(self, name))), "")
+        return self.kind + rule if self.factor == 1 else f"{self.kind}*{self.factor!r}"
 
     @property
     def text(self) -> str:
@@ -324,6 +336,8 @@ class _Form:
     table: dict[str, Any] | None = None
     scaling: dict[str, Any] | None = None
     factor: float = 1.0
+    last: int = 0
+    decay: int = 0
 
 
 @dataclass(frozen=True)
@@ -348,7 +362,7 @@ class FeatureSpec:
     @property
     def features_alone(self) -> bool:
         """Whether entities are known by features, and neither by ids nor by histories, which are a kind of ids."""
-        return all(part.kind not in ("id", "history") for part in self.parts)
+        return all(part.kind not in NAMES and not is_combination(part.table) for part in self.parts)
 
     @property
     def width(self) -> int:
@@ -357,6 +371,11 @@ class FeatureSpec:
     @property
     def has_history(self) -> bool:
         return any(part.kind == "history" for part in self.parts)
+
+    @property
+    def has_order(self) -> bool:
+        """Whether it matters which entries of a history are newer."""
+        return any(part.last or part.decay for part in self.parts)
 
     def placeholder(self, rows: int) -> Matrix | None:
         """Features without entries, to build towers with; None for ids."""
@@ -414,7 +433,7 @@ class FeatureSpec:
             else:  # a new entity has no id
                 known = sp.csr_matrix((count, part.width), dtype=np.float32)
                 if part.kind == "history" and history is not None:
-                    known = history_features(sp.csr_matrix(history[:, : part.width]))
+                    known = history_features(sp.csr_matrix(history[:, : part.width]), part.last, part.decay)
                 made.append(_or_usual(known, part.usual))
         return concatenated(made)
 
@@ -464,6 +483,7 @@ class FeatureSpec:
             | ({} if p.table is None else {"table": json.loads(p.table.to_json())})
             | ({} if p.scaling is None else {"scaling": p.scaling.to_plain()})
             | ({} if p.factor == 1 else {"factor": p.factor})
+            | {name: value for name in ORDERED if (value := getattr(p, name))}
             for p in self.parts
         ]
 
@@ -482,7 +502,11 @@ class FeatureSpec:
             scaling = None if form.scaling is None else Scaling.unfilled(form.scaling, form.width)
             if not 0 < form.factor < np.inf or (form.factor != 1 and kind != "id"):
                 check.fail("inputs.factor", form.factor, "a positive number for ids, 1 for others")
-            parts.append(Part(kind, form.width, table, scaling, form.factor))
+            if min(form.last, form.decay) < 0 or (max(form.last, form.decay) and (kind != "history")):
+                check.fail(
+                    "inputs", f"{kind} with last {form.last} and decay {form.decay}", "numbers >= 0 of a history"
+                )
+            parts.append(Part(kind, form.width, table, scaling, form.factor, last=form.last, decay=form.decay))
         kinds = [part.kind for part in parts if part.kind in NAMES]
         if not parts or len(set(kinds)) < len(kinds):
             check.fail("inputs", " + ".join(kinds) or "nothing", "parts, id and history once each")
@@ -534,11 +558,24 @@ class TowerWidths:
         return cls(*(Features("ids", 0, inputs.width, None) for inputs in (left, right)))
 
 
-def history_features(matrix: sp.csr_matrix) -> sp.csr_matrix:
-    """Each row's observed columns with equal values and length one."""
+def history_features(matrix: sp.csr_matrix, last: int = 0, decay: int = 0) -> sp.csr_matrix:
+    """Each row's observed columns with equal values and length one, or those of ``last`` or ``decay`` (see above).
+
+    With these, larger values of the matrix are newer; of equal ones the first column counts as the newest.
+    """
     counts = np.diff(matrix.indptr)
-    values = np.repeat(1 / np.sqrt(np.maximum(counts, 1)), counts).astype(np.float32)
-    return sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
+    if not (last or decay):
+        values = np.repeat(1 / np.sqrt(np.maximum(counts, 1)), counts).astype(np.float32)
+        return sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
+    newer = np.empty(len(matrix.indices))
+    order = np.lexsort((-matrix.data, np.repeat(np.arange(len(counts)), counts)))
+    newer[order] = np.arange(len(newer)) - np.repeat(matrix.indptr[:-1], counts)
+    values = np.exp2(-newer / decay) if decay else (newer < last).astype(np.float64)
+    found = sp.csr_matrix((values, matrix.indices.copy(), matrix.indptr.copy()), shape=matrix.shape)
+    found.eliminate_zeros()
+    lengths = np.sqrt(np.asarray(found.multiply(found).sum(1)).ravel())
+    found.data /= np.repeat(lengths, np.diff(found.indptr))
+    return sp.csr_matrix(found, dtype=np.float32)
 
 
 def _or_usual(rows: sp.csr_matrix, usual: sp.csr_matrix | None) -> sp.csr_matrix:
@@ -584,14 +621,18 @@ def concatenated(features: Sequence[Matrix]) -> Matrix:
 
 
 def training_parts(
-    side: str, given: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows | None = None
-) -> list[tuple[Part, MatrixLike | None]]:
-    """The parts of one side's inputs, each with its features of the training data as they came."""
+    side: str, given: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows | None = None,
+    times: NDArray[np.floating] | None = None,
+) -> list[tuple[Part, MatrixLike | None]]:  # fmt: skip
+    """The parts of one side's inputs, each with its features of the training data as they came.
+
+    ``times`` are those of the entries of the matrix, which histories of the last entries need.
+    """
     place = place or Rows((0, matrix.shape[0]))
     wanted = list(given) if isinstance(given, (list, tuple)) else ["id" if given is None else given]
     if not wanted:
         check.fail(f"{side}_features", repr(given), "at least one part; None for ids only")
-    read = [_training_part(side, one, ids, matrix, place) for one in wanted]
+    read = [_training_part(side, one, ids, matrix, place, times) for one in wanted]
     named = [part.kind for part, _ in read if part.kind in NAMES]
     if len(set(named)) < len(named):
         check.fail(f"{side}_features", " + ".join(named), "id and history once each")
@@ -618,14 +659,21 @@ def training_inputs(
 
 
 def _training_part(
-    side: str, one: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows
-) -> tuple[Part, MatrixLike | None]:
+    side: str, one: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows,
+    times: NDArray[np.floating] | None,
+) -> tuple[Part, MatrixLike | None]:  # fmt: skip
     rows = place.count
     if isinstance(one, str):
         names = NAMES if side == "left" else NAMES[:1]
-        name, times, factor = one.partition("*")
-        if times and name == "id":
+        name, star, factor = one.partition("*")
+        if star and name == "id":
             return Part("id", place.total, factor=_factor(f"{side}_features", one, factor)), None
+        if one.startswith("history:") and side == "left":
+            part = _ordered_history(one, matrix.shape[1])
+            if times is None:
+                check.fail("left_features", f"{one!r} and pairs without times", "pairs read with time=, or 'history'")
+            timed = sp.csr_matrix((times, matrix.indices, matrix.indptr), matrix.shape)
+            return part, history_features(timed, part.last, part.decay)
         if one not in names:
             known = " or ".join(map(repr, names))
             check.fail(f"{side}_features", repr(one), f"{known}, or a FeatureTable, which takes the path of a file")
@@ -654,6 +702,14 @@ def _training_part(
     made = checked(f"{side}_features", one)
     check.finite(f"{side}_features", made.data)
     return Part("sparse", int(made.shape[1])), made
+
+
+def _ordered_history(given: str, width: int) -> Part:
+    rule, _, text = given.removeprefix("history:").partition("=")
+    count = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    if rule not in ORDERED or count < 1:
+        check.fail("left_features", repr(given), "'history', 'history:last=20' or 'history:decay=20'")
+    return Part("history", width, last=count if rule == "last" else 0, decay=count if rule == "decay" else 0)
 
 
 def _factor(name: str, given: str, text: str) -> float:

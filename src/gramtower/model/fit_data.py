@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -35,6 +37,7 @@ from gramtower.model.feature_spec import (
     Ids,
     Matrix,
     Part,
+    is_combination,
     is_frame,
     is_sparse,
     is_table,
@@ -59,6 +62,7 @@ class Columns:
     weight: Column | None = None
     time: Column | None = None
     threshold: float | None = None
+    context: Sequence[str] | None = None
 
     def read(self, name: str, given: Validation) -> FitPairs:
         """A frame as Interactions; anything else as it is, for which no columns may be given.
@@ -79,6 +83,7 @@ class Columns:
         return Interactions.from_frame(
             given, self.left, self.right, value=self.value, weight=self.weight, time=self.time,
             threshold=self.threshold, labels=self.value is not None and self.threshold is None,
+            context=self.context or (),
         )  # fmt: skip
 
     def read_pairs(self, name: str, given: PairsLike | str | os.PathLike[str]) -> FitPairs:
@@ -93,6 +98,15 @@ class Columns:
 
     def read_also(self, name: str, given: Validation) -> Validation:
         return self.read(name, given) if is_frame(given) else pairs_of(given)
+
+
+def weighed_by_age(pairs: FitPairs, half_life: str | timedelta | None) -> FitPairs:
+    """Pairs to learn from, whose weights are halved for every half-life of their age; as they are without one."""
+    if half_life is None:
+        return pairs
+    if not isinstance(pairs, Interactions):
+        check.fail("half_life", f"{half_life!r} with {type(pairs).__name__}", "pairs with times: a table and time=")
+    return pairs.decayed(half_life)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +165,8 @@ class FitData:
 def seen_by_towers(both: tuple[FeatureSpec, FeatureSpec]) -> str:
     """What towers see, for defaults: ids on each side, next to which there may be features; features; or histories."""
     described = [inputs for inputs in both if inputs.described]
-    if all(any(part.kind == "id" for part in inputs.parts) for inputs in described):  # an id can learn all there is
+    ids = (any(part.kind == "id" or is_combination(part.table) for part in inputs.parts) for inputs in described)
+    if all(ids):  # which can learn all there is
         return defaults.IDS
     return defaults.FEATURES if all(inputs.features_alone for inputs in described) else defaults.HISTORIES
 
@@ -193,6 +208,7 @@ def prepare_data(
     else:
         _agree_on_pairs(group, matrix)
         shards, observed, held_out = spread_pairs(group, matrix, row_work(dim, max(hidden))), matrix.nnz, None
+    times: NDArray[np.floating] | None = pairs.times if isinstance(pairs, Interactions) else None
     numbered = pairs.numbered if isinstance(pairs, Interactions) else shape if sp.issparse(pairs) else (None, None)
     with group.together():
         if held_out is not None or validation is not None:
@@ -201,11 +217,12 @@ def prepare_data(
             rows_held = aligned("validation", validation, ids, shape, numbered)
             held_out = rows_held[shards.left.first : shards.left.stop]
         if part is None:
+            times = local_pairs(matrix, times, shards)[1]
             matrix, weights = local_pairs(matrix, weights, shards)
             ids = shards.left.local_rows("left ids", ids[0]), ids[1]
         local = ids[0], shards.right.local_rows("right ids", ids[1])
         parts = [
-            training_parts(one.side, one.local(rows, part is not None), own, seen, rows)
+            training_parts(one.side, one.local(rows, part is not None), own, seen, rows, times)
             for one, rows, own, seen in zip(both, (shards.left, shards.right), local, (matrix, matrix.T), strict=True)
         ]
     if part is not None and validation is not None:
@@ -250,7 +267,7 @@ def spread_pairs(group: Group, matrix: sp.csr_matrix, work: float) -> Shards:
 def local_pairs(
     matrix: sp.csr_matrix, weights: NDArray[np.floating] | None, shards: Shards
 ) -> tuple[sp.csr_matrix, NDArray[np.floating] | None]:
-    """The local left rows of all pairs, and the weights of these pairs, which are in the order of sorted rows."""
+    """The local left rows of all pairs, and the weights (or times) of these pairs, in the order of sorted rows."""
     if shards.single:
         return matrix, weights
     if not matrix.has_sorted_indices:

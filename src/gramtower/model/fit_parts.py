@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gramtower._util import checks as check
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions, union
-from gramtower.data.matrices import checked
+from gramtower.data.matrices import checked, without
 from gramtower.data.pairs import as_features
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.shards import Rows, Shards
@@ -35,6 +35,7 @@ from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.metrics.tally import deal, means_without
 from gramtower.model import defaults
+from gramtower.model.context import Combinations
 from gramtower.model.feature_spec import GivenFeatures
 from gramtower.model.fit_data import FitData, FitPairs
 from gramtower.model.fitted import FittedModel
@@ -171,7 +172,17 @@ def make_validation(
     if unseen is not None:
         to_maximise(settings.metric)
         return unseen.validator(settings.metric, data)
-    return None if data.held_out is None else RankingValidator(settings.metric, data.held_out, data.matrix)
+    return None if data.held_out is None else RankingValidator(settings.metric, *ranked_pairs(data, data.held_out))
+
+
+def ranked_pairs(data: FitData, held_out: sp.csr_matrix) -> tuple[sp.csr_matrix, sp.csr_matrix]:
+    """Held-out pairs and those that rankings leave out: of training, with context those of a user in any context."""
+    known = Combinations.of(data.inputs[0], data.ids[0])
+    if known is None:
+        return held_out, data.matrix
+    seen = known.spread(data.matrix)
+    new = without(held_out, seen)
+    return (new, seen) if new.nnz else (held_out, data.matrix)
 
 
 @dataclass(frozen=True)
@@ -278,6 +289,10 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
         return union(Interactions.from_matrix(observed), second, "more_pairs").matrix
     if not isinstance(more, Interactions):
         check.fail("more_pairs", type(more).__name__, "gramtower.Interactions, as in training")
+    context = () if fitted.combinations is None else tuple(fitted.combinations.columns[1:])
+    if more.context != context:
+        given = ", ".join(more.context) or "no columns"
+        check.fail("more_pairs", f"pairs with context {given}", f"context={list(context)}, as in training")
     kept = [
         np.flatnonzero((np.arange(len(side)) < side.trained) | (counts > 0) | (not drop))
         for side, counts, drop in zip(fitted.sides, _degrees(observed), dropped, strict=True)
@@ -285,7 +300,7 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
     known = Interactions(
         sp.csr_matrix(observed[kept[0]][:, kept[1]]), ids[0][kept[0]], ids[1][kept[1]],
         left_name=more.left_name, right_name=more.right_name,
-        same_entities=fitted.same_entities or bool(more.same_entities),
+        same_entities=fitted.same_entities or bool(more.same_entities), context=context,
     )  # fmt: skip
     return union(known, more, "more_pairs")
 

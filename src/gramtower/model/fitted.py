@@ -43,6 +43,7 @@ from gramtower.metrics.tally import Scores
 from gramtower.model import calibration as calibrating
 from gramtower.model import defaults
 from gramtower.model.calibration import Calibration, Counts, Reliability
+from gramtower.model.context import Combinations, Context, combinations_table
 from gramtower.model.defaults import pick_device
 from gramtower.model.feature_spec import JSON, IdArray, Ids, is_sparse, is_table
 from gramtower.model.fit_data import (
@@ -213,13 +214,13 @@ class FittedModel:
     def observed(self) -> sp.csr_matrix:
         """The seen pairs without those of an entity with itself, where both sides are one set."""
         if not self.same_entities:
-            return self.seen
-        own = own_pairs((self.left.ids, self.right.ids), self.seen.shape)
-        return sp.csr_matrix(self.seen - self.seen.multiply(own))
+            return self._pairs
+        own = own_pairs((self.left.ids, self.right.ids), self._pairs.shape)
+        return sp.csr_matrix(self._pairs - self._pairs.multiply(own))
 
     def predict(
         self, left: IdsLike, right: IdsLike, *, left_features: FeaturesLike = None, right_features: FeaturesLike = None,
-        scores: str = "raw",
+        scores: str = "raw", context: Context | None = None,
     ) -> NDArray[np.float32]:  # fmt: skip
         """Scores of pairs of ids, element by element: how well the two entities of each pair go together.
 
@@ -229,16 +230,17 @@ class FittedModel:
             left_features: describes new left entities, as for :meth:`similar`.
             right_features: describes new right entities.
             scores: "raw", or "probability" as for :meth:`recommend`.
+            context: the context of the left entities, as for :meth:`recommend`.
         """
         shown = check.choice("scores", scores, ("raw", "probability"))
         probability = None if shown == "raw" else need_calibration(self.calibration)
         here = self._grown("left", left_features)[0]._grown("right", right_features)[0]
-        rows, columns = here.left.rows(check.ids("left", left)), here.right.rows(check.ids("right", right))
-        if len(rows) != len(columns):
-            check.fail("left, right", f"{len(rows)} and {len(columns)} ids", "as many left as right ids")
-        P, Q = here.left.embeddings[torch.from_numpy(rows)], here.right.embeddings[torch.from_numpy(columns)]
-        found = (P * Q).sum(1).numpy()
-        return np.asarray(found if probability is None else probability(found), dtype=np.float32)
+        found, columns = here.in_context(left, context), here.right.rows(check.ids("right", right))
+        P = here.left.embeddings[torch.from_numpy(here.left.rows(left))] if found is None else found[1]
+        if len(P) != len(columns):
+            check.fail("left, right", f"{len(P)} and {len(columns)} ids", "as many left as right ids")
+        result = (P * here.right.embeddings[torch.from_numpy(columns)]).sum(1).numpy()
+        return np.asarray(result if probability is None else probability(result), dtype=np.float32)
 
     def calibrated(self, validation: PairsLike | None, method: str, population: str, seed: int) -> Self:
         """The same model with probabilities, fitted to held-out pairs; see :meth:`gramtower.TwoTower.calibrate`."""
@@ -369,7 +371,7 @@ class FittedModel:
         exclude_seen = check.flag("exclude_seen", exclude_seen)
         test = Columns(left, right, value, threshold=threshold).read_pairs("test", test)
         histories = Columns().read_pairs("histories", histories) if is_table(histories) else histories
-        here = self._grown("right", right_features)[0]
+        here = self._grown("right", right_features)[0]._with_combinations(test)
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
             here = here._without_added_right()
         allowed = None if allow is None else np.unique(here.right.known_rows("allow", allow))
@@ -398,6 +400,7 @@ class FittedModel:
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
         histories: HistoriesLike | None = None,
+        context: Context | None = None,
         as_frame: bool = False,
         table: FeatureTable | TableLike | str | Path | None = None,
     ) -> tuple[IdArray, NDArray[np.float32]] | Any:
@@ -439,8 +442,12 @@ class FittedModel:
             right_features: the same for right entities to be ranked among the others. Of a table with the column of
                 ids, rows with known ids are left as the model knows them; rows of a matrix are called ("new", 0),
                 ("new", 1), …, or go on with the numbers of a model without ids.
-            histories: for models whose left features have a "history": a list of right ids for each new entity, or a
-                scipy.sparse matrix with one column for each right entity.
+            histories: for models whose left features have a "history": a list of right ids for each new entity, the
+                newest last, or a scipy.sparse matrix with one column for each right entity, larger values being newer.
+                The order matters only for "history:last=…" and "history:decay=…".
+            context: for models fitted on pairs with context columns, the context of the ``left`` ids, such as
+                ``{"device": "tv"}``; a value is for all ids, a list has one for each. What is not given, or was not
+                there in training, counts as missing. What a user has seen in any context is left out.
             as_frame: return a table, of polars if it is installed and otherwise of pandas, with a row for each answer:
                 ``left``, ``rank`` from 1, ``right``, ``score``. New left entities are called by the ids that a table
                 of them has, or by their row from 0.
@@ -462,6 +469,9 @@ class FittedModel:
             given = "None" if left is None else "ids, and features or histories"
             check.fail("left", given, "ids of left entities; or, for new ones, left_features, histories or both")
         here = self._grown("right", right_features)[0]
+        if new and context is not None:
+            check.fail("context", "values with left_features or histories", "left ids with them")
+        asked_in = None if left is None else here.in_context(left, context)
         if new:
             what = None if left_features is None else described(self.left, left_features)
             seen = None if histories is None else history_matrix(here.right, histories)
@@ -469,6 +479,9 @@ class FittedModel:
             P = embedded(self.left, towers, rows_given, seen)
             asked = list(range(len(P))) if what is None else what.names()
             seen = here.seen_by_described(what, seen)
+        elif asked_in is not None:
+            asked, (rows, P) = check.ids("left", left), asked_in
+            seen = here.seen_by_users[rows]
         else:
             names = check.ids("left", left)
             asked, rows = names, self.left.rows(names)
@@ -476,7 +489,10 @@ class FittedModel:
         left_out = [seen] if exclude_seen and seen is not None else []
 
         def paired(name: str, given: PairsLike) -> sp.csr_matrix:
-            return here._paired_of_new(name, given, what, len(P)) if new else here._paired(name, given)[rows]
+            if new:
+                return here._paired_of_new(name, given, what, len(P))
+            users = None if asked_in is None or here.combinations is None else here.combinations.users
+            return here._paired(name, given, users)[rows]
 
         if exclude is not None:
             left_out.append(paired("exclude", exclude))
@@ -620,8 +636,56 @@ class FittedModel:
 
     @cached_property
     def seen(self) -> sp.csr_matrix:
-        """What left entities have seen, as ones: the pairs of training and of validation, and histories."""
+        """What left entities have seen, as ones: the pairs of training and of validation, and histories.
+
+        In a model with context these are the pairs of the same user in any context.
+        """
+        return self._pairs if self.combinations is None else self.combinations.spread(self._pairs)
+
+    @cached_property
+    def seen_by_users(self) -> sp.csr_matrix:
+        """What the users of a model with context have seen in any context."""
+        assert self.combinations is not None
+        return self.combinations.seen(self._pairs)
+
+    @cached_property
+    def _pairs(self) -> sp.csr_matrix:
         return union(self.trained, self.further) if self.further.nnz else self.trained
+
+    @cached_property
+    def combinations(self) -> Combinations | None:
+        """The combinations of ids and context that left entities are; None in a model without context."""
+        return Combinations.of(self.left.inputs, self.left.ids)
+
+    def in_context(self, left: IdsLike, context: Context | None) -> tuple[NDArray[np.int64], Tensor] | None:
+        """Users of a model with context, by place, and their embeddings in it.
+
+        None for ids of left entities: combinations without further context, or any ids of a model without context.
+        """
+        known = self.combinations
+        if known is None:
+            if context is not None:
+                check.fail("context", "values", "None: this model was fitted on pairs without context columns")
+            return None
+        names = check.ids("left", left)
+        if context is None and all(name in self.left.index for name in names):
+            return None
+        places = known.rows(names)
+        return places, embedded(self.left, self.known_towers("embed"), known.features(places, context), None)
+
+    def _with_combinations(self, test: FitPairs) -> Self:
+        """The model with the unseen combinations of known users that test pairs have."""
+        known = self.combinations
+        if known is None or not isinstance(test, Interactions):
+            return self
+        new = join(test.left_ids, self.left.index) < 0
+        if new.all() and test.context != tuple(known.columns[1:]):
+            given = ", ".join(test.context) or "no columns"
+            check.fail("test", f"pairs with context {given}", f"pairs with context={known.columns[1:]}")
+        fresh = known.of_users(test.left_ids[new])
+        if not len(fresh):
+            return self
+        return self._grown("left", combinations_table(fresh, known.columns))[0]
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -733,9 +797,17 @@ class FittedModel:
         found = align(name, pairs, self.ids, (rows.total, self.shards.right.total), self.numbered)
         return replace(found, pairs=found.pairs[rows.first : rows.stop])
 
-    def _paired(self, name: str, given: PairsLike) -> sp.csr_matrix:
-        """The pairs of an argument, in the model's rows; those of others change nothing, with a warning if all are."""
-        found = self.aligned(name, Columns().read_pairs(name, given))
+    def _paired(self, name: str, given: PairsLike, users: IdArray | None = None) -> sp.csr_matrix:
+        """The pairs of an argument, in the model's rows or in those of users without context.
+
+        Pairs of others change nothing, with a warning if all are.
+        """
+        pairs = Columns().read_pairs(name, given)
+        if users is None:
+            found = self.aligned(name, pairs)
+        else:
+            shape = len(users), len(self.right)
+            found = align(name, pairs, (users, self.right.ids), shape, (None, self.right.numbered))
         if self.shards.single and found.example is not None and not found.pairs.nnz:
             warn_of_pairs(name, found.total, found.total, found.example[0])
         return found.pairs
@@ -824,6 +896,8 @@ def of_known(known: FittedModel, test: FitPairs, ranking: _Evaluation) -> Scores
     if ranking.exclude_seen:
         of_training = np.arange(len(known.left)) < known.left.trained
         also.append(without(known.further, _masked(found.pairs, of_training)))
+        if known.combinations is not None:  # pairs in another context: lists never have them, tested or not
+            also.append(known.combinations.spread(known.trained))
     out = union(*also) if also else None
     return _measured(known, known.left.embeddings, found, ranking, group, train=known.trained, exclude=out)
 
@@ -908,6 +982,12 @@ def _histories(
     """What the left entities of a test have seen, in its rows, and which of them have a history."""
     if isinstance(histories, Interactions):
         ids = (names, known.right.ids)
+        if known.left.inputs.has_order:
+            if histories.times is None:
+                check.fail("histories", "pairs without times", "pairs with times, or lists with the newest id last")
+            old = histories.matrix
+            timed = sp.csr_matrix((histories.times, old.indices, old.indptr), shape=old.shape)
+            histories = replace(histories, matrix=timed)
         found = align("histories", histories, ids, (len(names), len(known.right)), numbered)
         refuse_strangers("histories", found, ids)
         return found.pairs, join(names, index_of(histories.left_ids)) >= 0

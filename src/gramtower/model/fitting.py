@@ -26,6 +26,7 @@ from gramtower.distributed.group import current_group
 from gramtower.distributed.partition import Shard
 from gramtower.engine.objective.cuda_graphs import return_memory
 from gramtower.engine.objective.problem import Point, Problem
+from gramtower.model.context import with_context
 from gramtower.model.feature_spec import Both, GivenFeatures
 from gramtower.model.fit_data import FitData, FitPairs, hold_out, own_pairs, prepare_data, rejoined
 from gramtower.model.fit_parts import (
@@ -64,6 +65,8 @@ def fit(
     callbacks: Iterable[Callback] = (), candidates: str = "trained", validation_side: str | None = None,
 ) -> FittedModel:  # fmt: skip
     """Learn from observed pairs, starting from a previous model if there is one; see TwoTower.fit."""
+    if isinstance(pairs, Interactions) and pairs.context:
+        left_features = with_context(pairs, left_features)
     features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
     as_solver(settings.optimizer, dict(settings.solver_options()))  # refused before any work
     if check.choice("candidates", candidates, CANDIDATES) == "all":
@@ -268,7 +271,9 @@ def update(
 ) -> FittedModel:  # fmt: skip
     """A model of all that a fitted one knows and of more pairs; see TwoTower.update."""
     settings = settings.with_changes(max_iterations=check.count("iterations", iterations, minimum=0))
-    features = described_features(fitted.left, left_features), described_features(fitted.right, right_features)
+    contextual = fitted.combinations is not None and left_features is None  # their table comes from the pairs
+    left = None if contextual else described_features(fitted.left, left_features)
+    features = left, described_features(fitted.right, right_features)
     kept = [
         side.added > 0 and GivenFeatures(side.name, given).only_tables
         for side, given in zip(fitted.sides, features, strict=True)

@@ -53,7 +53,7 @@ from gramtower.distributed.partition import Shard
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.model import defaults
-from gramtower.model.feature_spec import JSON, Both, GivenFeatures
+from gramtower.model.feature_spec import JSON, Both, GivenFeatures, is_combination
 from gramtower.model.fit_data import FitData, FitPairs, matrix_and_ids, prepare_data
 from gramtower.model.fit_parts import is_tiny, iterations, make_problem, make_towers, make_validation, over_ids, refine
 from gramtower.model.fitted import Selection, Tried, short
@@ -218,7 +218,7 @@ def _held_side(settings: ModelSettings, features: Both) -> str:
         return "pairs"
     for side, given in zip(SIDES, features, strict=True):
         parts = GivenFeatures(side, given)
-        if len(parts.parts) == len(parts.described) > 0:
+        if len(parts.parts) == len(parts.described) > 0 and not any(map(is_combination, parts.parts)):
             return side
     return "pairs"
 

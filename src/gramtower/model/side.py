@@ -132,20 +132,26 @@ def normalised(embeddings: Tensor) -> Tensor:
 
 
 def history_matrix(right: Side, histories: HistoriesLike) -> sp.csr_matrix:
-    """What new left entities have seen, as a matrix of ones: from lists of right ids, or from a sparse matrix."""
+    """What new left entities have seen: from lists of right ids, or from a sparse matrix. Larger values are newer."""
     if is_sparse(histories):
         if histories.ndim != 2 or histories.shape[1] not in (len(right), right.trained):
             check.fail("histories", f"shape {histories.shape}", f"{len(right)} columns, one for each right entity")
-        found = sp.csr_matrix(canonical("histories", histories), dtype=np.float32)
+        found = sp.csr_matrix(canonical("histories", histories), dtype=np.float64)  # float32 would merge times
         return resized(found, (found.shape[0], len(right)))
     lists = check.listed("histories", histories, "lists of right ids")
-    columns = [right.rows(check.listed("histories", history, "right ids")) for history in lists]
-    offsets = np.cumsum([0, *map(len, columns)])
-    indices = np.concatenate(columns) if columns else np.empty(0, dtype=np.int64)
-    matrix = sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(columns), len(right)))
-    matrix.sum_duplicates()
-    matrix.data[:] = 1.0
-    return matrix
+    return listed_histories(
+        [right.rows(check.listed("histories", history, "right ids")) for history in lists], len(right)
+    )
+
+
+def listed_histories(columns: list[NDArray[np.int64]], width: int) -> sp.csr_matrix:
+    """Lists of columns, the oldest first, as rows of a matrix; values are places from 1, of several the last."""
+    latest = [np.unique(one[::-1], return_index=True) for one in columns]  # places from the end
+    offsets = np.cumsum([0, *(len(found) for found, _ in latest)])
+    indices = np.concatenate([np.empty(0, np.int64), *(found for found, _ in latest)])
+    places = [len(one) - back for one, (_, back) in zip(columns, latest, strict=True)]
+    values = np.concatenate([np.empty(0, np.int64), *places]).astype(np.float32)
+    return sp.csr_matrix((values, indices, offsets), (len(columns), width))
 
 
 @dataclass(frozen=True, eq=False)

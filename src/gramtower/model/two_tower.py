@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast
@@ -17,15 +18,16 @@ from gramtower._util import html as html
 from gramtower._util.checks import need
 from gramtower.data.frames import Column
 from gramtower.data.ids import IdsLike, Key
-from gramtower.data.interactions import PairsLike, pairs_of
+from gramtower.data.interactions import Interactions, PairsLike, pairs_of
 from gramtower.data.tables import FeaturesLike
 from gramtower.engine.kernels.elementwise import Loss, as_loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
+from gramtower.model.context import with_context
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.exporting import write_export
-from gramtower.model.fit_data import Columns, Validation
+from gramtower.model.fit_data import Columns, Validation, weighed_by_age
 from gramtower.model.fitted import FittedModel
 from gramtower.model.fitting import ITERATIONS, fit, update
 from gramtower.model.model_file import read_model, write_model
@@ -111,6 +113,8 @@ class TwoTower(ModelSettings):
         weight: Column | None = None,
         time: Column | None = None,
         threshold: float | None = None,
+        half_life: str | timedelta | None = None,
+        context: Sequence[str] | None = None,
     ) -> TwoTower:
         """Learn from observed pairs. If it fails, the model stays what it was.
 
@@ -122,6 +126,8 @@ class TwoTower(ModelSettings):
             left_features: what the left tower sees: None or "id" for only ids, one row for each entity (scipy.sparse,
                 numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
                 own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.
+                ``"history:last=20"`` sees the last 20 of pairs with times, ``"history:decay=20"`` all of them with
+                values that halve with every 20 newer ones.
                 In a list with features, the id vector of a new entity is predicted from its features, and
                 ``"id*0.1"`` makes ids a smaller correction of what features say (docs/choosing.md).
             right_features: the same for the right tower, without "history".
@@ -153,11 +159,16 @@ class TwoTower(ModelSettings):
             weight: the column of pair weights.
             time: the column of times; rows without one are left out.
             threshold: smallest value that makes a pair, labelled 1.
+            half_life: the age at which a pair counts half, such as "90d", for pairs with times; see
+                :meth:`gramtower.Interactions.decayed`. Such a model cannot be updated, as pairs have weights then.
+            context: of a table, context columns, such as ``["device", "hour"]``: left entities are then combinations of
+                a left id and their values, and ``recommend(ids, context={"device": "tv"})`` asks in a context. See
+                docs/how-to/context.md.
         """
         previous = self._known() if warm_start else None
-        columns = Columns(left, right, value, weight, time, threshold)
+        columns = Columns(left, right, value, weight, time, threshold, context)
         self.fitted_ = fit(
-            self.with_changes(), columns.read("pairs", pairs), left_features, right_features,
+            self.with_changes(), weighed_by_age(columns.read("pairs", pairs), half_life), left_features, right_features,
             columns.read_also("validation", validation), previous, checkpoint, history,
             refit=refit, callbacks=callbacks, candidates=candidates, validation_side=validation_side,
         )  # fmt: skip
@@ -275,9 +286,12 @@ class TwoTower(ModelSettings):
         from gramtower.experiments.tuning.search import tune
         from gramtower.experiments.tuning.trial import chosen_features
 
-        features, refit = (left_features, right_features), check.flag("refit", refit)
+        refit = check.flag("refit", refit)
         columns = Columns(left, right, value, weight, time, threshold)
         pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
+        if isinstance(pairs, Interactions) and pairs.context:
+            left_features = with_context(pairs, left_features)
+        features = left_features, right_features
         lines = progress_lines("gramtower.tune", verbose)
         found = tune(
             self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric or self.metric,

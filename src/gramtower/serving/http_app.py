@@ -73,6 +73,8 @@ class Service:
         if (asked.left is None) != new:
             given = "none of them" if asked.left is None else "left together with left_features or histories"
             raise Refused(422, f"left: got {given}, expected left or, for new entities, left_features or histories")
+        if new and asked.context is not None:
+            raise Refused(422, "context: got values with left_features or histories, expected left ids with them")
         own = [one for one in asked.allow or () if isinstance(one, list)]
         within("allow", max(map(len, own), default=len(asked.allow or ())), self.limits.listed, "ids")
         within("deny", len(asked.deny or ()), self.limits.listed, "ids")
@@ -93,16 +95,20 @@ class Service:
             left = None if asked.left is None else asked.left[a:b]
             part = _cut(features, a, b) if lines else features
             histories = asked.histories if asked.histories is None or not lines else asked.histories[a:b]
+            context = asked.context
+            if context is not None and lines:
+                context = {name: one[a:b] if isinstance(one, list) else one for name, one in context.items()}
             return ListTask(
                 snapshot, "recommend",
                 lambda: snapshot.query(
-                    asked.k, left=left, left_features=part, histories=histories, exclude_seen=asked.exclude_seen,
+                    asked.k, left=left, left_features=part, histories=histories, context=context,
+                    exclude_seen=asked.exclude_seen,
                     allow=own[a:b] or asked.allow, deny=asked.deny, **rules,
                 ),
                 left, "left", b - a, _columns(asked.columns), lines,
             )  # fmt: skip
 
-        known = CallTask(lambda: snapshot.left.rows(asked.left or ()))
+        known = CallTask(lambda: snapshot.check_left(asked.left or (), asked.context))
         return await self._answer(task, rows, asked.stream, known)
 
     async def _similar(self, asked: bodies.Similar, snapshot: Snapshot) -> Response:

@@ -109,7 +109,13 @@ class Recommend(Body):
     left_features: Features | None = Field(
         None, description="Features of new left entities: rows as objects, columns as lists, or rows of numbers."
     )
-    histories: list[list[Id]] | None = Field(None, description="Right ids of each new left entity.")
+    histories: list[list[Id]] | None = Field(None, description="Right ids of each new left entity, the newest last.")
+    context: dict[str, Value | list[Value | None] | None] | None = Field(
+        None,
+        description="For models with context: the context of left, by column, for all ids or a list with one for each. "
+        "Columns that are missing and values that training did not have count as unknown.",
+        examples=[{"device": "tv"}],
+    )
     columns: bool | list[str] = Field(False, description="Columns of the right table to return; true for all.")
     stream: bool = Field(False, description="Return one line of JSON for each entity, as soon as it is computed.")
 

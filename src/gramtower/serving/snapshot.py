@@ -31,8 +31,9 @@ from gramtower.data.entity_table import EntityTable
 from gramtower.data.ids import Key
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
+from gramtower.model.context import Context
 from gramtower.model.explanation import Explainer, Explanation
-from gramtower.model.side import Side, described
+from gramtower.model.side import Side, described, listed_histories
 from gramtower.model.two_tower import TwoTower, load
 from gramtower.retrieval.list_rules import Rules, make_rules
 from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, index_path, read_index
@@ -148,16 +149,19 @@ class Snapshot:
         left: Sequence[Key] | None = None,
         left_features: NewFeatures = None,
         histories: Histories = None,
+        context: Context | None = None,
         exclude_seen: bool = True,
         allow: Sequence[Key] | Sequence[Sequence[Key]] | None = None,
         deny: Sequence[Key] | None = None,
         **rules: Any,
     ) -> Query:
         """The query of model.recommend, which can be batched with others; ``allow`` may have a list for each row."""
-        if left is not None:
+        seen: sp.csr_matrix | None = self.seen
+        if left is not None and (found := self._in_context(left, context)) is not None:
+            (rows, embeddings), seen = found, self.model.fitted_.seen_by_users
+        elif left is not None:
             rows = self.left.rows(left)
             embeddings = self.left.embeddings[torch.from_numpy(rows)]
-            seen: sp.csr_matrix | None = self.seen
         else:
             matrix = None if histories is None else self._histories(histories)
             embeddings = self.embed_new("left", left_features, matrix)
@@ -181,6 +185,20 @@ class Snapshot:
         counts = {"unknown_allowed": unknown_allowed, "unknown_denied": unknown_denied}
         notes = {name: count for name, count in counts.items() if count}
         return Query(embeddings, excluded, k, among, key, None if own is None else list(own), made, notes)
+
+    def check_left(self, left: Sequence[Key], context: Context | None) -> None:
+        """Refuse unknown left ids and contexts, before an answer begins."""
+        if self._in_context(left, context) is None:
+            self.left.rows(left)
+
+    def _in_context(self, left: Sequence[Key], context: Context | None) -> tuple[Rows, Tensor] | None:
+        """Users of a model with context and their embeddings; None for ids of left entities."""
+        if context is None and self.model.fitted_.combinations is None:
+            return None
+        try:
+            return self.model.fitted_.in_context(list(left), context)
+        except ValueError as error:
+            raise Refused(404 if "unknown ids" in str(error) else 422, " ".join(str(error).split())[:500]) from error
 
     def recommend(self, queries: Sequence[Query]) -> list[Found]:
         """The lists of several queries."""
@@ -296,10 +314,7 @@ class Snapshot:
         return None if seen is None else seen.sorted_indices()
 
     def _histories(self, histories: Sequence[Sequence[Key]]) -> sp.csr_matrix:
-        columns = [np.unique(self.right.rows(history)) for history in histories]
-        offsets = np.cumsum([0, *map(len, columns)])
-        indices = np.concatenate([np.empty(0, np.int64), *columns])
-        return sp.csr_matrix((np.ones(len(indices), np.float32), indices, offsets), (len(columns), len(self.right)))
+        return listed_histories([self.right.rows(history) for history in histories], len(self.right))
 
     def _table(self, side: str, one: Side) -> EntityTable | None:
         source = (self.source.tables or {}).get(side)

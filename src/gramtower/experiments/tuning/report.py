@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CONFIG, REPORT, TABLE = "config.toml", "report.json", "report.md"
 #: Arguments of a search, which a fit of all pairs does not use.
 SKIPPED = ("time_limit", "patience", "metric", "optimizer_options", "select")
+OF_HISTORY = ("history", "history_last", "history_decay")  # keys of [model] that say what the left tower sees
 _LISTED = 5  # trials in a notebook
 WEIGHTS = ("left_weights", "right_weights")
 
@@ -182,7 +183,7 @@ class Search:
         features = tables.pop("features", {})
         found = self.tables()
         if self.features == "given":
-            found["model"] |= {"history": features.pop("history", None)}
+            found["model"] |= {name: features.pop(name, None) for name in OF_HISTORY}
             tables["features"] = features
         return config_text({k: v for k, v in (tables | found).items() if v}, comment)
 

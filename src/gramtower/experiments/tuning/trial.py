@@ -38,6 +38,7 @@ from gramtower.model.fit_parts import (
     left_weights,
     make_problem,
     make_towers,
+    ranked_pairs,
     right_weights,
 )
 from gramtower.model.penalty_path import HeldOut
@@ -270,7 +271,7 @@ def run_trial(
     towers = make_towers(model, data, problem)
     if warm is not None:
         towers.load(warm)
-    measure: RankingValidator | UnseenValidator = RankingValidator(model.metric, parts.held_out, data.matrix)
+    measure: RankingValidator | UnseenValidator = RankingValidator(model.metric, *ranked_pairs(data, parts.held_out))
     if parts.unseen is not None:
         measure = parts.unseen.validator(model.metric, data)
     curve: list[float] = []
