@@ -11,6 +11,7 @@
 # make docs-check    the same without executing them: every page, link and public name, in half a minute
 # make docs-links    links to other sites; needs a network
 # make implicit-tests CHECKOUT=path   implicit's own tests, from a clone of it, on compat.implicit
+# make lightfm-tests CHECKOUT=path    LightFM's own tests, from a clone of it, on compat.lightfm
 # make dist          source archive and wheel, checked, and tried with each extra in an empty environment
 # Each does its own set-up in .venv.
 
@@ -33,8 +34,8 @@ CRASH_SEED ?= 0
 # Many tests start processes, each of which would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest test-pythons resolves fuzz crash mutants implicit-tests dist docs docs-check docs-links lint types \
-  types-library types-docs reproduce clean
+.PHONY: demo test test-oldest test-pythons resolves fuzz crash mutants implicit-tests lightfm-tests dist docs docs-check docs-links \
+  lint types types-library types-docs reproduce clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
@@ -78,6 +79,9 @@ mutants: $(READY)
 
 implicit-tests: $(READY)
 	$(BIN)/python tests/implicit_suite.py $(CHECKOUT)
+
+lightfm-tests: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/lightfm_suite.py $(CHECKOUT)
 
 # A warning, such as a link that leads nowhere, is an error.
 docs: $(DOCS_READY)
