@@ -419,7 +419,7 @@ class _Run:
         record = self._record(now, result, before.point.value, metric)
         self.records.append(record)
         if self.written is not None:
-            with self.written.open("a") as file:
+            with self.written.open("a", encoding="utf-8", newline="\n") as file:
                 file.write(record.to_json() + "\n")
         self.reached = now
         return record
