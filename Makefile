@@ -23,7 +23,7 @@ DOCS_READY := .venv/.docs-ready
 ML1M ?= ml-1m
 RUNS ?= runs
 OLDEST := .venv-oldest
-PYTHONS ?= 3.11 3.12
+PYTHONS ?= 3.11 3.12 3.13 3.14
 PLAIN := env -u PIP_FIND_LINKS -u PIP_NO_INDEX -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL -u PIP_CONSTRAINT \
   PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 MINUTES ?= 30
@@ -47,13 +47,15 @@ test: lint types
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 -W "ignore:Conversion of an array with ndim:DeprecationWarning"
 
-# The Pythons of the classifiers in pyproject.toml, those that are installed here, each in an environment of its own.
+# The Pythons of the classifiers in pyproject.toml, those that are installed here, by pyenv too, each in an environment of
+# its own; TESTS="tests/test_engine.py …" runs some tests only.
 test-pythons:
 	@for version in $(PYTHONS); do \
-	  if ! command -v python$$version >/dev/null; then echo "python$$version is not installed: left out"; continue; fi; \
-	  test -x .venv-$$version/bin/python || python$$version -m venv .venv-$$version || exit 1; \
+	  found=python$$version; $$found -c "" 2>/dev/null || found=$$(ls -d ~/.pyenv/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
+	  if test -z "$$found"; then echo "python$$version is not installed: left out"; continue; fi; \
+	  test -x .venv-$$version/bin/python || $$found -m venv .venv-$$version || exit 1; \
 	  .venv-$$version/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" \
-	    && .venv-$$version/bin/python -m pytest -n 2 || exit 1; \
+	    && .venv-$$version/bin/python -m pytest -n 2 $(TESTS) || exit 1; \
 	done
 
 # A pip that reads what wheels need without downloading them: torch's would be gigabytes. Without a network it fails.
