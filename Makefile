@@ -12,6 +12,7 @@
 # make docs-check    the same without executing them: every page, link and public name, in half a minute
 # make docs-links    links to other sites; needs a network
 # make implicit-tests CHECKOUT=path   implicit's own tests, from a clone of it, on compat.implicit
+# make lightfm-tests CHECKOUT=path    LightFM's own tests, from a clone of it, on compat.lightfm
 # make dist          source archive and wheel, checked, and tried with each extra in an empty environment
 # Each does its own set-up in .venv.
 
@@ -21,7 +22,7 @@ READY := .venv/.ready
 EXTRAS ?= dev# what is installed to work on it; .ci/run has more
 DOCS_READY := .venv/.docs-ready
 OLDEST := .venv-oldest
-PYTHONS ?= 3.11 3.12
+PYTHONS ?= 3.11 3.12 3.13 3.14
 PLAIN := env -u PIP_FIND_LINKS -u PIP_NO_INDEX -u PIP_INDEX_URL -u PIP_EXTRA_INDEX_URL -u PIP_CONSTRAINT \
   PIP_CONFIG_FILE=/dev/null PIP_DISABLE_PIP_VERSION_CHECK=1
 MINUTES ?= 30
@@ -32,8 +33,8 @@ CRASH_SEED ?= 0
 # Many tests start processes, each of which would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest test-pythons resolves fuzz crash mutants implicit-tests dist docs docs-check docs-links lint types \
-  types-library types-docs evidence evidence-gpu clean
+.PHONY: demo test test-oldest test-pythons resolves fuzz crash mutants implicit-tests lightfm-tests dist docs docs-check docs-links \
+  lint types types-library types-docs evidence evidence-gpu clean
 
 demo: $(READY)
 	$(BIN)/gramtower demo
@@ -45,13 +46,15 @@ test: lint types
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -n 2 -W "ignore:Conversion of an array with ndim:DeprecationWarning"
 
-# The Pythons of the classifiers in pyproject.toml, those that are installed here, each in an environment of its own.
+# The Pythons of the classifiers in pyproject.toml, those that are installed here, by pyenv too, each in an environment of
+# its own; TESTS="tests/test_engine.py …" runs some tests only.
 test-pythons:
 	@for version in $(PYTHONS); do \
-	  if ! command -v python$$version >/dev/null; then echo "python$$version is not installed: left out"; continue; fi; \
-	  test -x .venv-$$version/bin/python || python$$version -m venv .venv-$$version || exit 1; \
+	  found=python$$version; $$found -c "" 2>/dev/null || found=$$(ls -d ~/.pyenv/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
+	  if test -z "$$found"; then echo "python$$version is not installed: left out"; continue; fi; \
+	  test -x .venv-$$version/bin/python || $$found -m venv .venv-$$version || exit 1; \
 	  .venv-$$version/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" \
-	    && .venv-$$version/bin/python -m pytest -n 2 || exit 1; \
+	    && .venv-$$version/bin/python -m pytest -n 2 $(TESTS) || exit 1; \
 	done
 
 # A pip that reads what wheels need without downloading them: torch's would be gigabytes. Without a network it fails.
@@ -77,6 +80,9 @@ mutants: $(READY)
 
 implicit-tests: $(READY)
 	$(BIN)/python tests/implicit_suite.py $(CHECKOUT)
+
+lightfm-tests: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/lightfm_suite.py $(CHECKOUT)
 
 # A warning, such as a link that leads nowhere, is an error.
 docs: $(DOCS_READY)

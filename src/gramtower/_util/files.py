@@ -115,10 +115,10 @@ def replacing(path: Path) -> Iterator[Path]:
         with _full_disk(path):
             yield partial
         partial.chmod(mode)  # some writers make theirs private
-        _to_disk(partial)
+        _to_disk(partial, os.O_RDWR)  # Windows syncs only what may be written
         partial.replace(path)
         with suppress(OSError):  # systems differ in what they can do for folders
-            _to_disk(path.parent)
+            _to_disk(path.parent, os.O_RDONLY)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
@@ -151,12 +151,12 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         partial.mkdir()
         yield partial
         for file in partial.iterdir():
-            _to_disk(file)
+            _to_disk(file, os.O_RDWR)
         if path.exists():
             path.rename(folder / "old")
         partial.rename(path)
         with suppress(OSError):
-            _to_disk(path.parent)
+            _to_disk(path.parent, os.O_RDONLY)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         if lock is not None:
@@ -187,7 +187,7 @@ def remove_left_overs(folder: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text atomically; file names that are not valid UTF-8 keep their bytes."""
     with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8", errors="surrogateescape")
+        partial.write_bytes(text.encode("utf-8", "surrogateescape"))  # the same line ends on all systems
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
@@ -210,10 +210,10 @@ def plain(value: object) -> Any:
 
 def take_lock(path: Path) -> int | None:
     """Open (or create) a file with an exclusive lock (``BlockingIOError`` if it is held); None without locks."""
-    if os.name != "posix":
+    try:
+        import fcntl
+    except ImportError:  # Windows
         return None
-    import fcntl
-
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -260,9 +260,9 @@ def _remove_if_left(folder: Path) -> None:
         os.close(lock)
 
 
-def _to_disk(path: Path) -> None:
+def _to_disk(path: Path, flags: int) -> None:
     """Wait until a file's content, or a folder's list of names, is on the disk."""
-    file = os.open(path, os.O_RDONLY)
+    file = os.open(path, flags)
     try:
         os.fsync(file)
     finally:

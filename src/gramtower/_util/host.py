@@ -46,17 +46,27 @@ from torch import Tensor
 _SMALL = 1 << 18  # bytes; the system keeps count of mappings, and allows some ten thousand
 _CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of cgroups, version 2 and 1
 _USED = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+_UNKNOWN = 4 << 30  # memory of a machine that does not tell
 _CPU_V1 = Path("/sys/fs/cgroup/cpu")
 _OWN_GROUPS = "/proc/self/cgroup"  # lines of number:controllers:group; version 2 has no controllers there
 
 
 def memory_size() -> int:
     """Total memory of the host in bytes, or the limit of a container or batch job."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [_installed_memory()]
     for path in _limit_files():
         with suppress(OSError, ValueError):  # no such control, or "max"
             limits.append(int(path.read_text()))
     return min(limits)
+
+
+def _installed_memory() -> int:
+    """Memory of the machine; Windows has a function of its own for it."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    status = (ctypes.c_uint64 * 8)(64)  # MEMORYSTATUSEX: its own size, then the total in bytes
+    windows = getattr(ctypes, "windll", None)
+    return int(status[1]) if windows is not None and windows.kernel32.GlobalMemoryStatusEx(status) else _UNKNOWN
 
 
 def memory_left() -> int | None:

@@ -78,6 +78,8 @@ def serve(
     announce: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve models until a signal ends the process; ``announce`` is called with the address once it answers."""
+    if options.workers > 1 and not hasattr(signal, "SIGHUP"):
+        check.fail("workers", options.workers, "1 on Windows, which lacks the signal that reloads their models")
     with bound(options.host, options.port) as listening, _ignoring_hangup():
         port = listening.getsockname()[1]
         shown = f"[{options.host}]" if ":" in options.host else options.host
@@ -149,7 +151,8 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         check.fail("host", repr(host), f"an address of this machine ({error})")
     made = socket.socket(family, kind, protocol)
     with made:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name == "posix":  # elsewhere it would let a second process take the port
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             made.bind(address)
         except OSError as error:

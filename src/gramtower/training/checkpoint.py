@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -203,7 +204,8 @@ class StoredHistory:
             self.content += text
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)  # Windows would change line ends
+            with open(os.open(self.path, flags, 0o666), "r+b") as file:
                 file.seek(self.size)
                 file.write(text)
                 file.truncate()
@@ -277,7 +279,7 @@ def _take(lock: Path, path: Path, name: str) -> int | None:
         ) from None
     if file is not None:
         os.ftruncate(file, 0)
-        os.write(file, f"{os.getpid()} on {os.uname().nodename}".encode())
+        os.write(file, f"{os.getpid()} on {platform.node()}".encode())
     return file
 
 

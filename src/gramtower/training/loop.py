@@ -343,7 +343,7 @@ class _Run:
     def _append(self, record: Record, path: Path) -> None:
         """Add a record to the file; an object is written as a whole, every few seconds and at the end."""
         if not is_remote(path):
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8", newline="\n") as file:
                 file.write(record.to_json() + "\n")
         elif time.monotonic() > self.written_at + _WRITE_EVERY:
             write_history(path, self.records)

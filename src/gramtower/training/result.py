@@ -131,7 +131,7 @@ def read_history(path: str | Path) -> list[Record]:
         ValueError: if any other line is not a record.
     """
     records: list[Record] = []
-    lines = check.path("path", path).read_text().splitlines()
+    lines = check.path("path", path).read_text("utf-8").splitlines()
     for number, line in enumerate(lines, 1):
         try:
             values = json.loads(line)
