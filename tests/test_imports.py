@@ -34,7 +34,7 @@ LAZY = {  # imports inside of functions, for methods of the estimator that start
 }
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
 HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib", "onnx", "onnxscript")
-HEAVY += ("prometheus_client",)
+HEAVY += ("prometheus_client", "model2vec", "tokenizers", "sentence_transformers", "transformers", "huggingface_hub")
 
 
 def package_of(module):
