@@ -314,3 +314,28 @@ def test_the_server_encodes_new_rows(tmp_path):
         else:
             ids = model.recommend(left_features={"about": ["red fish"]}, k=3)[0]
             assert [one["id"] for one in answer.json()["answers"][0]["results"]] == ids[0].tolist()
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_labels_add_a_row_with_the_text_of_each_right_entity(text):
+    users = [f"u{i}" for i in range(3)] if text else [4, 5, 9]
+    observed = gt.Interactions.from_arrays([users[i] for i in (0, 1, 2, 2)], ["a", "b", "a", "c"])
+    left = FeatureTable({"user": users, "query": ["red", "green", None], "age": [1.0, 2, 3]}, "user",
+                        numeric=["age"], encoders={"query": letters})  # fmt: skip
+    right = FeatureTable({"item": ["c", "a", "x", "b"], "title": ["a red deer", "bird", "car", None]}, "item",
+                         text=["title"], hash_bits=4)  # fmt: skip
+    pairs, table = left.with_labels(observed, right, {"query": "title"})
+    new = ["label: c", "label: a"] if text else [10, 11]
+    assert pairs.left_ids.tolist() == [*users, *new]
+    assert pairs.matrix.toarray()[3:].tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert (pairs.matrix[:3] != observed.matrix).nnz == 0
+    expected = left.encode_frame({"query": ["a red deer", "bird"], "age": [None, None]})
+    assert (table.encode(new) != expected).nnz == (table.encode(users) != left.encode(users)).nnz == 0
+    model = gt.TwoTower(**SMALL).fit(pairs, left_features=table)
+    assert len(model.recommend([new[0]], k=2)[0][0]) == 2
+    with pytest.raises(ValueError, match=r"columns.*'title'"):
+        left.with_labels(observed, right, {"title": "query"})
+    with pytest.raises(ValueError, match="columns"):
+        left.with_labels(observed, right, {})
+    with pytest.raises(ValueError, match=r"pairs.*one set"):
+        left.with_labels(gt.Interactions.from_arrays(["a"], ["b"], same_entities=True), right, {"query": "title"})

@@ -15,6 +15,7 @@ Cost: O(cells).
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ from gramtower.data.encoders import (
 )
 from gramtower.data.frames import Choice, TableLike
 from gramtower.data.ids import IdsLike, Key, id_array, id_series, index_of, join
+from gramtower.data.interactions import Interactions, union
 from gramtower.data.pairs import MatrixLike
 from gramtower.data.sources import PathLike, reading
 from gramtower.data.text import Encoder as TextEncoder
@@ -279,6 +281,46 @@ class FeatureTable:
             matrix, unseen = self._encoded(columns[others:] + columns[:others])
         self.report["unseen_values"] = unseen
         return matrix
+
+    def with_labels(
+        self, pairs: Interactions, right: FeatureTable, columns: Mapping[str, str]
+    ) -> tuple[Interactions, FeatureTable]:
+        """Add a row for each right entity with the entity's own text, and the pair of that row with the entity.
+
+        A model that is fitted to both results also learns from the texts of the right entities, such as documents as
+        queries for themselves. This helps in search. It does harm where the text of an entity does not ask for that
+        entity, such as articles that link to others (docs/evidence/defaults.md). The rows stay in the model as left
+        entities: ``"label: ID"`` or, for numbers, numbers after the largest one. ``update`` needs the same table.
+
+        Args:
+            pairs: pairs whose left entities this table describes.
+            right: a table of the right entities.
+            columns: for a column of this table the column of ``right`` with text of the same kind, such as
+                ``{"query": "title"}``. Other columns of the new rows are missing.
+        """
+        if pairs.one_set:
+            check.fail("pairs", "pairs of one set of entities", "two sets: no entity is paired with itself")
+        if not isinstance(columns, Mapping) or not columns:
+            check.fail("columns", repr(columns), 'a mapping such as {"query": "title"}')
+        for name in columns:
+            frames.pick("columns", name, self.columns)
+        pl, frame = frames.polars(), frames.read_frame("right", right.source)
+        texts = {name: frames.texts(frame[frames.pick("columns", of, frame.columns)]) for name, of in columns.items()}
+        keys, absent = id_array("id", frame[right.id])
+        known = join(keys, index_of(pairs.right_ids)) >= 0
+        known &= ~np.all([column.is_null().to_numpy() for column in texts.values()], axis=0)
+        known &= True if absent is None else ~absent
+        rows = pl.Series(np.flatnonzero(known))
+        own = self._row or {}
+        largest = max((key for key in (*own, *pairs.left_ids.tolist()) if isinstance(key, int)), default=-1)
+        text_ids = pairs.left_ids.dtype == object
+        ids = [f"label: {key}" if text_ids else largest + 1 + at for at, key in enumerate(keys[known].tolist())]
+        cells = {name: texts[name].gather(rows) if name in texts else [None] * len(rows) for name in self.columns}
+        made = copy.copy(self)
+        made.report = dict(self.report)
+        made._matrix = sp.csr_matrix(sp.vstack([self._matrix, made.encode_frame(pl.DataFrame(cells))], format="csr"))
+        made._row = own | {key: self._matrix.shape[0] + at for at, key in enumerate(ids)}
+        return union(pairs, Interactions.from_arrays(ids, keys[known])), made
 
     def to_json(self) -> str:
         """The encoding (not the rows) as JSON."""

@@ -193,7 +193,7 @@ def _model_name(model: object) -> str:
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gramtower" / "text"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gramtower", "text")
 
 
 def _load(name: str, device: str | None, batch_size: int) -> tuple[Function, str]:
