@@ -200,7 +200,8 @@ def _load(name: str, device: str | None, batch_size: int) -> tuple[Function, str
     """The function and the digest of a pretrained model."""
     _model_name(name)  # a folder that was there may be gone
     try:
-        if _config(name).get("model_type") == "model2vec":
+        config = _config(name)
+        if config is not None and config.get("model_type", "model2vec") == "model2vec":  # networks name another type
             return _model2vec(name, batch_size)
         return _sentence_transformer(name, device, batch_size)
     except ImportError:
@@ -209,8 +210,8 @@ def _load(name: str, device: str | None, batch_size: int) -> tuple[Function, str
         raise ValueError(f"encoder: {name} cannot be loaded ({' '.join(str(error).split())[:300]})") from error
 
 
-def _config(name: str) -> dict[str, Any]:
-    """The file config.json of a model; empty if it has none."""
+def _config(name: str) -> dict[str, Any] | None:
+    """The file config.json of a model, which a static one of sentence-transformers does not have."""
     path = Path(name) / "config.json"
     if not Path(name).is_dir():
         hub = check.need("huggingface_hub", "a model by its name", "model2vec")
@@ -220,9 +221,8 @@ def _config(name: str) -> dict[str, Any]:
             offline = isinstance(error, hub.errors.LocalEntryNotFoundError)
             if offline and not isinstance(hub.try_to_load_from_cache(name, "modules.json"), str):
                 raise  # at once: the packages would try for minutes
-            return {}
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return found if isinstance(found, dict) else {}
+            return None
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 def _model2vec(name: str, batch_size: int) -> tuple[Function, str]:
