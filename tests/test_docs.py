@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts)]
 TUTORIALS = sorted(page for page in (DOCS / "tutorials").glob("*.md") if page.name != "index.md")
-PUBLIC = [name for name in gramtower.__all__ if name != "splits"]  # a module
+PUBLIC = [name for name in gramtower.__all__ if name not in ("splits", "text")]  # modules
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CELL = re.compile(r"^```\{code-cell\} python\n(?::[^\n]*\n)*(.*?)^```$", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!-- no-run: .+ -->\n\Z")

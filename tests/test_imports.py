@@ -35,6 +35,7 @@ LAZY = {  # imports inside of functions, for methods of the estimator that start
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
 HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib", "onnx", "onnxscript")
 HEAVY += ("prometheus_client", "obstore", "boto3", "botocore")
+HEAVY += ("model2vec", "tokenizers", "sentence_transformers", "transformers", "huggingface_hub")
 
 
 def package_of(module):

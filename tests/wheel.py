@@ -47,6 +47,7 @@ EXTRAS = {
     "ann": ("from gramtower.serving import ann_index; ann_index._faiss().IndexFlatIP(4)", "an index needs faiss"),
     "hnsw": ("from gramtower.serving import ann_index; ann_index._hnswlib().Index(space='ip', dim=4)", "needs hnswlib"),
     "cloud": (CLOUD, "reading and writing URLs needs obstore"),
+    "text": ("from gramtower._util.checks import need; need('model2vec', 'an encoder').StaticModel", "needs model2vec"),
     "cli": (MAIN.format(["info", "model.gramtower"]), "the command line needs cyclopts"),
     "serve": (MAIN.format(["serve", "model.gramtower", "--host", NOWHERE]), "serve needs"),
 }

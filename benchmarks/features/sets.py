@@ -7,6 +7,7 @@
     moby                words × synonyms, both by their letters (bundled); a fifth of the words is new
     wikispeedia         articles × articles that they link to, both by title and categories; a fifth is new on the left
     npm                 40,000 packages × what they depend on, both by the letters of their names; a fifth is new
+    search              queries × documents, both by words of an entry of moby: 3 and 15; a fifth of the queries is new
     npm1, npm2          the same with what one or two of them depend on, instead of five
     facebook*0.3        three tenths of the training pairs of a set, drawn by the seed; any share of any set
 
@@ -66,7 +67,7 @@ def load(name: str, seed: int = 0, share: float = 0.2, data: Path = DATA) -> Fea
         return _documents(data / {"eurlex": "eurlex-4k"}.get(name, name) / "train.txt.xz", seed, share)
     named = {
         "citeulike": _citeulike, "facebook": _facebook, "ml1m": _ml1m, "moby": _moby, "wikispeedia": _wikispeedia,
-        "npm": _npm, "npm1": partial(_npm, least=1), "npm2": partial(_npm, least=2),
+        "search": _search, "npm": _npm, "npm1": partial(_npm, least=1), "npm2": partial(_npm, least=2),
     }  # fmt: skip
     return named[name](data, seed, share)
 
@@ -187,6 +188,21 @@ def _moby(data: Path, seed: int, share: float) -> FeatureSet:
     pairs = sp.csr_matrix(read.matrix)
     left, right = _rows([[_letters(str(word)) for word in words] for words in (read.left_ids, read.right_ids)], 2)
     known, new = _cut(pairs.shape[0], seed, share)
+    return FeatureSet(pairs[known], left[known], right, "left", left[new], pairs[new])
+
+
+def _search(data: Path, seed: int, share: float) -> FeatureSet:
+    read = thesaurus()
+    entries = sp.csr_matrix(read.matrix)
+    rng = np.random.default_rng(0)  # the split is drawn by the seed
+    chosen = rng.choice(np.flatnonzero(np.diff(entries.indptr) >= 30), 3000, replace=False)
+    words = [entries.indices[entries.indptr[row] : entries.indptr[row + 1]] for row in chosen]
+    documents = [{str(word) for word in rng.permutation(one)[:15]} for one in words]
+    queries = [{str(word) for word in rng.permutation(words[at])[:3]} for at in np.repeat(np.arange(3000), 5)]
+    left, right = _rows([queries, documents], 1)
+    known, new = _cut(len(queries), seed, share)
+    own = np.repeat(np.arange(3000), 5)
+    pairs = sp.csr_matrix((np.ones(len(own), np.float32), (np.arange(len(own)), own)), shape=(len(own), 3000))
     return FeatureSet(pairs[known], left[known], right, "left", left[new], pairs[new])
 
 

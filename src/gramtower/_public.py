@@ -5,6 +5,7 @@ Solvers and parts of optimizers are in ``gramtower.optim``, ways to split pairs 
 """
 
 from gramtower.data import splits as splits
+from gramtower.data import text as text
 from gramtower.data.interactions import Interactions as Interactions
 from gramtower.data.interactions import PairSamples as PairSamples
 from gramtower.data.tables import FeatureTable as FeatureTable

@@ -289,6 +289,7 @@ EXTRAS = {
     "faiss": "ann",
     "hnswlib": "hnsw",
     "implicit": "benchmark",
+    "model2vec": "text",
     "onnx": "export",
     "onnxscript": "export",
     "onnxruntime": "export",

@@ -192,7 +192,7 @@ def used(settings: Settings, estimator: TwoTower) -> dict[str, dict[str, Any]]:
 def features_table(options: FitFeatures) -> dict[str, Any]:
     """The table [features] of the config file."""
     table = asdict(options) | {name: getattr(options, name) or None for name in ("left_identity", "right_identity")}
-    for name in ("left_column", "right_column"):
+    for name in ("left_column", "right_column", "left_encoder", "right_encoder"):
         table[name] = None if table[name] is None else dict(map(parse_option, table[name]))
     return table
 

@@ -98,6 +98,11 @@ class FeatureOptions:
     repeated. The kinds of other columns are inferred from their content."""
     right_column: Texts = None
     "Kind of a column of --right-features, NAME=KIND; may be repeated."
+    left_encoder: Texts = None
+    """Encoder of a column of text of --left-features, NAME=MODEL: the folder of a model2vec or sentence-transformers
+    model, or its name on the Hugging Face Hub; may be repeated. Vectors are kept in ~/.cache/gramtower."""
+    right_encoder: Texts = None
+    "Encoder of a column of text of --right-features, NAME=MODEL; may be repeated."
     list_separator: str | None = None
     "Separator of the elements of list columns [default: |]."
     hash_bits: int | None = None

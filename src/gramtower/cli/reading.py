@@ -223,16 +223,20 @@ def read_table(side: str, path: Path, settings: Settings) -> FeatureTable:
     options = settings.features
     frame = read_frame(f"{side}_features", path)
     column = id_column(side, frame, getattr(options, f"{side}_id"), getattr(settings.data, side))
-    given = getattr(options, f"{side}_column") or []
+    kinds, encoders = (
+        {name: str(value) for name, value in map(parse_option, getattr(options, f"{side}_{flag}") or [])}
+        for flag in ("column", "encoder")
+    )
     further: dict[str, Any] = {
         "separator": options.list_separator,
         "hash_bits": options.hash_bits,
         "ngrams": options.ngrams,
+        "encoders": encoders or None,
     }
     return FeatureTable.inferred(
         frame,
         column,
-        {name: str(kind) for name, kind in map(parse_option, given)},
+        kinds,
         **{name: value for name, value in further.items() if value is not None},
     )
 

@@ -5,6 +5,7 @@
     list         one column for each element, 1 where the list contains it
     text         2^bits columns of hashed n-grams; each row has length 1
     vector       each number like a numeric column; an indicator column if the table has missing vectors
+    encoded      text through an encoder (data/text.py), whose vectors are treated like a vector column
 
 A category that was not in the table counts as missing and a list element that was not in it is dropped; both are
 counted. Each ``transform`` costs O(entries).
@@ -13,11 +14,12 @@ counted. Each ``transform`` costs O(entries).
 from __future__ import annotations
 
 import math
+import os
 import re
 import unicodedata
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -28,6 +30,8 @@ from gramtower._util import checks as check
 from gramtower._util.files import build
 from gramtower.data import frames
 from gramtower.data.matrices import ones_at
+from gramtower.data.text import Encoder as TextEncoder
+from gramtower.data.text import Function, alike
 
 if TYPE_CHECKING:
     from polars import Series
@@ -243,7 +247,71 @@ class Vector(Encoder):
             check.fail("mean, deviation", given, "equally many finite numbers and positive deviations")
 
 
-_KINDS = {one.kind: one for one in (Numeric, Categorical, Elements, Text, Vector)}
+@dataclass(frozen=True)
+class Encoded(Vector):
+    """A column of text through an encoder, which is loaded when there is a text to encode."""
+
+    kind = "encoded"
+    encoder: str  # its name
+    digest: str  # of its weights; "" for a function
+    probe: tuple[float, ...]  # its vector of one fixed sentence
+    used: TextEncoder | None = field(init=False, default=None, compare=False, repr=False)
+    known: bool = field(init=False, default=False, compare=False, repr=False)  # whether ``used`` was compared
+
+    @classmethod
+    def fit_to(cls, vectors: Series, encoder: TextEncoder) -> Encoded:
+        """Compute means and deviations of the vectors that an encoder gave."""
+        if vectors.null_count() == len(vectors):
+            check.fail("encoders", f"column {vectors.name!r} without text", "at least one text")
+        of, probe = Vector.fit(vectors), tuple(encoder.probe.tolist())
+        made = cls(of.column, of.mean, of.deviation, of.indicator, encoder.name, encoder.digest, probe)
+        return made._with(encoder, True)
+
+    def attach(self, given: TextEncoder | str | os.PathLike[str] | Function) -> None:
+        """Use an encoder instead of the one that is known by name; a function is compared with it at once."""
+        name = self.encoder if callable(given) else None
+        encoder = given if isinstance(given, TextEncoder) else TextEncoder(given, name=name)
+        self._with(encoder, False)
+        if encoder.is_function:
+            self._compared()
+        else:
+            object.__setattr__(self, "encoder", encoder.name)
+
+    def has_encoder_of(self, other: Encoded) -> bool:
+        """Whether two columns go through the same encoder."""
+        return self.digest == other.digest and alike(self.probe, other.probe)
+
+    def transform(self, column: Series) -> tuple[NDArray[np.float32], int]:
+        pl = frames.polars()
+        if not isinstance(column.dtype, pl.Array):  # the table that is being made has the vectors already
+            empty = column.null_count() == len(column)
+            column = column.cast(pl.String) if empty else self._compared().vectors(column)
+        return super().transform(column)
+
+    def check(self) -> None:
+        super().check()
+        object.__setattr__(self, "probe", tuple(self.probe))
+        if len(self.probe) != len(self.mean) or not all(map(math.isfinite, self.probe)):
+            check.fail("probe", f"{len(self.probe)} numbers", f"{len(self.mean)} finite numbers")
+
+    def _with(self, encoder: TextEncoder, known: bool) -> Encoded:
+        object.__setattr__(self, "used", encoder)
+        object.__setattr__(self, "known", known)
+        return self
+
+    def _compared(self) -> TextEncoder:
+        """The encoder, after a comparison with that of the training."""
+        name = f"column {self.column!r}: encoder {self.encoder!r}"
+        if self.used is None and not self.digest:
+            check.fail(name, "no function", f"gt.load(path, encoders={{{self.encoder!r}: function}})")
+        encoder = self.used or TextEncoder(self.encoder)
+        if not self.known and (found := encoder.difference(self.digest, self.probe)) is not None:
+            check.fail(name, found, f"the encoder of the training, with vectors of length {len(self.mean)}")
+        self._with(encoder, True)
+        return encoder
+
+
+_KINDS = {one.kind: one for one in (Numeric, Categorical, Elements, Text, Vector, Encoded)}
 
 
 def grams(text: str, kind: str) -> list[str]:
@@ -258,7 +326,7 @@ def grams(text: str, kind: str) -> list[str]:
 
 def to_plain(encoder: Encoder) -> dict[str, Any]:
     """An encoder as JSON values."""
-    return {"kind": encoder.kind, **asdict(encoder)}
+    return {"kind": encoder.kind, **{one.name: getattr(encoder, one.name) for one in fields(encoder) if one.init}}
 
 
 def from_plain(plain: dict[str, object]) -> Encoder:

@@ -15,6 +15,7 @@ Cost: O(cells).
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from gramtower.data.encoders import (
     MOST_BITS,
     Categorical,
     Elements,
+    Encoded,
     Encoder,
     Numeric,
     Text,
@@ -43,8 +45,11 @@ from gramtower.data.encoders import (
 )
 from gramtower.data.frames import Choice, TableLike
 from gramtower.data.ids import IdsLike, Key, id_array, id_series, index_of, join
+from gramtower.data.interactions import Interactions, union
 from gramtower.data.pairs import MatrixLike
 from gramtower.data.sources import PathLike, reading
+from gramtower.data.text import Encoder as TextEncoder
+from gramtower.data.text import Function
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
@@ -78,6 +83,8 @@ class FeatureTable:
         hash_bits: each text column becomes 2^hash_bits columns.
         ngrams: ``"word"`` (words and pairs of words) or ``"char"`` (3 to 5 characters of each word).
         strict: whether :meth:`encode` refuses ids without features and features without ids.
+        encoders: columns of text that go through an encoder each, by name: a :class:`~gramtower.data.text.Encoder`, or
+            its first argument. Vectors are treated like those of ``vectors``. An empty text is a missing vector.
 
     Attributes:
         report: counts of the table (``rows``, ``rows_without_id``, ``missing`` by column) and of the last
@@ -98,13 +105,20 @@ class FeatureTable:
         ngrams: str = "word",
         strict: bool = False,
         vectors: Sequence[str] = (),
+        encoders: Mapping[str, TextEncoder | PathLike | Function] | None = None,
     ) -> None:
+        if encoders is not None and not isinstance(encoders, Mapping):
+            check.fail("encoders", type(encoders).__name__, "a mapping of columns to encoders")
+        given = dict(encoders or {})
+        through = {name: one if isinstance(one, TextEncoder) else TextEncoder(one) for name, one in given.items()}
         kinds = {"numeric": numeric, "categorical": categorical, "lists": lists, "text": text, "vectors": vectors}
+        kinds |= {"encoders": list(through)}
         for name, chosen in kinds.items():
             if isinstance(chosen, str):
                 check.fail(name, repr(chosen), f"a sequence of column names, such as ({chosen!r},)")
         if not any(kinds.values()):
-            expected = "at least one of numeric=, categorical=, lists=, text=, vectors=, or FeatureTable.inferred(...)"
+            names = ", ".join(f"{name}=" for name in kinds)
+            expected = f"at least one of {names}, or FeatureTable.inferred(...)"
             check.fail("columns", "none", expected)
         if not isinstance(separator, str) or not separator:
             check.fail("separator", repr(separator), "text between the elements of a list")
@@ -120,6 +134,7 @@ class FeatureTable:
             "lists": lambda column: Elements.fit(column, separator),
             "text": lambda column: Text(column.name, hash_bits, ngrams),
             "vectors": Vector.fit,
+            "encoders": lambda column: Encoded.fit_to(column, through[column.name]),
         }
         with _named(frame):
             texts = [("id", id), *choices[len(numeric) :]]
@@ -132,6 +147,8 @@ class FeatureTable:
                 twice = named.filter(named.is_duplicated())
                 check.fail("id", f"{twice[0]!r} in {int((named == twice[0]).sum())} rows", "each id in one row")
             kept = [column.filter(present) for column in columns]
+            for place, (kind, column) in enumerate(choices):
+                kept[place] = through[column].vectors(kept[place]) if kind == "encoders" else kept[place]
             self.encoders = [fits[kind](column) for (kind, _), column in zip(choices, kept, strict=True)]
             self.report["missing"] = {column.name: int(column.null_count()) for column in kept if column.null_count()}
             self._row: dict[Key, int] | None = index_of(np.array(named.to_list(), dtype=object))
@@ -144,6 +161,7 @@ class FeatureTable:
         id: str = "user",
         kinds: Mapping[str, str] | None = None,
         separator: str = "|",
+        encoders: Mapping[str, TextEncoder | PathLike | Function] | None = None,
         **options: Any,
     ) -> FeatureTable:
         """Make a table and infer the kinds of its columns from their content.
@@ -154,18 +172,22 @@ class FeatureTable:
             kinds: kinds of some columns ("numeric", "categorical", "list", "text", "vector" or "skip"), which are not
                 inferred.
             separator: text between the elements of list columns.
+            encoders: columns that go through an encoder, see the class; they are not inferred.
             options: ``hash_bits``, ``ngrams``, ``strict``.
         """
         with _named(frame):
             source = frames.read_frame("frame", frame)
             frames.pick("id", id, source.columns)
-            found = infer_kinds(source, id, kinds or {}, separator)
+            for name in encoders or {}:
+                frames.pick("encoders", name, source.columns)
+            found = infer_kinds(source, id, {**dict.fromkeys(encoders or {}, "skip"), **(kinds or {})}, separator)
+            found = {name: kind for name, kind in found.items() if kind != "skip" or name not in (encoders or {})}
             chosen: dict[str, Any] = {kind: [name for name, k in found.items() if k == kind] for kind in KINDS}
-            if not set(found.values()) - {"skip"}:
+            if not encoders and not set(found.values()) - {"skip"}:
                 check.fail("columns", ", ".join(found) or "none", "at least one that can be encoded; name it in kinds")
             del chosen["skip"]
             chosen |= {"lists": chosen.pop("list"), "vectors": chosen.pop("vector")}
-            table = cls(source, id, separator=separator, **chosen, **options)
+            table = cls(source, id, separator=separator, encoders=encoders, **chosen, **options)
             table._source = frame
             table.report["skipped"] = [name for name, kind in found.items() if kind == "skip"]
             return table
@@ -260,6 +282,46 @@ class FeatureTable:
         self.report["unseen_values"] = unseen
         return matrix
 
+    def with_labels(
+        self, pairs: Interactions, right: FeatureTable, columns: Mapping[str, str]
+    ) -> tuple[Interactions, FeatureTable]:
+        """Add a row for each right entity with the entity's own text, and the pair of that row with the entity.
+
+        A model that is fitted to both results also learns from the texts of the right entities, such as documents as
+        queries for themselves. This helps in search. It does harm where the text of an entity does not ask for that
+        entity, such as articles that link to others (docs/evidence/defaults.md). The rows stay in the model as left
+        entities: ``"label: ID"`` or, for numbers, numbers after the largest one. ``update`` needs the same table.
+
+        Args:
+            pairs: pairs whose left entities this table describes.
+            right: a table of the right entities.
+            columns: for a column of this table the column of ``right`` with text of the same kind, such as
+                ``{"query": "title"}``. Other columns of the new rows are missing.
+        """
+        if pairs.one_set:
+            check.fail("pairs", "pairs of one set of entities", "two sets: no entity is paired with itself")
+        if not isinstance(columns, Mapping) or not columns:
+            check.fail("columns", repr(columns), 'a mapping such as {"query": "title"}')
+        for name in columns:
+            frames.pick("columns", name, self.columns)
+        pl, frame = frames.polars(), frames.read_frame("right", right.source)
+        texts = {name: frames.texts(frame[frames.pick("columns", of, frame.columns)]) for name, of in columns.items()}
+        keys, absent = id_array("id", frame[right.id])
+        known = join(keys, index_of(pairs.right_ids)) >= 0
+        known &= ~np.all([column.is_null().to_numpy() for column in texts.values()], axis=0)
+        known &= True if absent is None else ~absent
+        rows = pl.Series(np.flatnonzero(known))
+        own = self._row or {}
+        largest = max((key for key in (*own, *pairs.left_ids.tolist()) if isinstance(key, int)), default=-1)
+        text_ids = pairs.left_ids.dtype == object
+        ids = [f"label: {key}" if text_ids else largest + 1 + at for at, key in enumerate(keys[known].tolist())]
+        cells = {name: texts[name].gather(rows) if name in texts else [None] * len(rows) for name in self.columns}
+        made = copy.copy(self)
+        made.report = dict(self.report)
+        made._matrix = sp.csr_matrix(sp.vstack([self._matrix, made.encode_frame(pl.DataFrame(cells))], format="csr"))
+        made._row = own | {key: self._matrix.shape[0] + at for at, key in enumerate(ids)}
+        return union(pairs, Interactions.from_arrays(ids, keys[known])), made
+
     def to_json(self) -> str:
         """The encoding (not the rows) as JSON."""
         plain = {"format": _FORMAT, "version": _VERSION, "id": self.id, "columns": [to_plain(e) for e in self.encoders]}
@@ -277,11 +339,19 @@ class FeatureTable:
         if plain.get("version") != _VERSION:
             check.fail("text", f"version {plain.get('version')!r}", f"version {_VERSION}")
         form = build("text", _Form, plain)
+        return cls._without_rows(form.id, [from_plain(column) for column in form.columns])
+
+    @classmethod
+    def _without_rows(cls, id: str, encoders: list[Encoder]) -> FeatureTable:
         table = cls.__new__(cls)
-        table.id, table.strict, table.report, table._row, table._source = form.id, False, {}, None, None
-        table.encoders = [from_plain(column) for column in form.columns]
+        table.id, table.strict, table.report, table._row, table._source = id, False, {}, None, None
+        table.encoders = encoders
         table._matrix = sp.csr_matrix((0, table.width), dtype=np.float32)
         return table
+
+    def without_rows(self) -> FeatureTable:
+        """The encoding of the table without its rows."""
+        return self._without_rows(self.id, list(self.encoders))
 
     def _encoded(self, columns: list[Series]) -> tuple[sp.csr_matrix, dict[str, int]]:
         parts = [encoder.transform(column) for encoder, column in zip(self.encoders, columns, strict=True)]

@@ -29,7 +29,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
@@ -42,6 +42,7 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util.files import build
 from gramtower.data import frames
+from gramtower.data.encoders import Encoded
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import index_of, join
 from gramtower.data.matrices import checked
@@ -469,6 +470,7 @@ class FeatureSpec:
                 place = NAMES.index(part.kind)
                 keys = (old_ids[place], ids[place])
             elif part.table is not None and before.table is not None:
+                _check_encoders(side, part.table, before.table)
                 keys = (np.array(before.table.feature_names), np.array(part.table.feature_names))
             elif part.width != before.width:
                 check.fail(f"{side}_features", f"{part.width} columns", f"{before.width}, as before")
@@ -586,6 +588,32 @@ def _or_usual(rows: sp.csr_matrix, usual: sp.csr_matrix | None) -> sp.csr_matrix
     return sp.csr_matrix(rows + sp.csr_matrix(entries, shape=(rows.shape[0], 1)) @ usual)
 
 
+def _encoded_columns(inputs: Iterable[FeatureSpec]) -> list[Encoded]:
+    tables = [part.table for one in inputs for part in one.parts if part.table is not None]
+    return [column for table in tables for column in table.encoders if isinstance(column, Encoded)]
+
+
+def attach_encoders(inputs: Iterable[FeatureSpec], given: Mapping[str, Any]) -> None:
+    """Give columns of text the encoders that they were trained with, by the names of these."""
+    columns = _encoded_columns(inputs)
+    names = sorted({column.encoder for column in columns})
+    if not isinstance(given, Mapping) or any(name not in names for name in given):
+        shown = ", ".join(map(repr, given)) if isinstance(given, Mapping) else type(given).__name__
+        check.fail("encoders", shown, f"a mapping from names of the model's encoders: {', '.join(names) or 'none'}")
+    for column in columns:
+        if column.encoder in given:
+            column.attach(given[column.encoder])
+
+
+def _check_encoders(side: str, table: FeatureTable, before: FeatureTable) -> None:
+    """Refuse a column whose encoder is not the one that the previous model was trained with."""
+    old = {one.column: one for one in before.encoders if isinstance(one, Encoded)}
+    for one in table.encoders:
+        if isinstance(one, Encoded) and one.column in old and not one.has_encoder_of(old[one.column]):
+            given = f"column {one.column!r} through {one.encoder!r}"
+            check.fail(f"{side}_features", given, f"the encoder of before, {old[one.column].encoder!r}")
+
+
 def _new_rows(name: str, part: Part, rows: FeaturesLike) -> Matrix | None:
     """The rows of one part before scaling, None if they were not given."""
     if rows is None:
@@ -689,7 +717,7 @@ def _training_part(
         if not encoded.shape[1]:
             given = f"a table without a value in {', '.join(one.columns)}"
             check.fail(f"{side}_features", given, "at least one column with values")
-        return Part("table", encoded.shape[1], FeatureTable.encoder_from_json(one.to_json())), encoded
+        return Part("table", encoded.shape[1], one.without_rows()), encoded
     GivenFeatures(side, one).refuse_frames()
     if not is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'

@@ -20,6 +20,7 @@ from gramtower.data.frames import Column
 from gramtower.data.ids import IdsLike, Key
 from gramtower.data.interactions import Interactions, PairsLike, pairs_of
 from gramtower.data.tables import FeaturesLike
+from gramtower.data.text import Encoder, Function
 from gramtower.engine.kernels.elementwise import Loss, as_loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.towers.towers import Towers
@@ -27,6 +28,7 @@ from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
 from gramtower.model.context import with_context
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.exporting import write_export
+from gramtower.model.feature_spec import attach_encoders
 from gramtower.model.fit_data import Columns, Validation, weighed_by_age
 from gramtower.model.fitted import FittedModel
 from gramtower.model.fitting import ITERATIONS, fit, update
@@ -510,6 +512,7 @@ def load(
     *,
     loss: Loss | None = None,
     mapped: bool = False,
+    encoders: Mapping[str, Encoder | str | Path | Function] | None = None,
 ) -> TwoTower:
     """Read a model from the file that :meth:`TwoTower.save` wrote.
 
@@ -521,12 +524,18 @@ def load(
             updated. Its name must be that of the model's loss.
         mapped: leave the parameters in the file, mapped, so that processes share them. The file may then be replaced by
             renaming, as ``save`` does, and never be overwritten in place.
+        encoders: for a model with columns of text through functions, these functions by their names
+            (:class:`gramtower.text.Encoder`); without them the model recommends but cannot encode new rows. Also the
+            new folder of a pretrained model, by its old one. Other pretrained models are loaded when they are needed.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is not a model, is damaged, or does not hold together, or if ``loss`` is another one.
+        ValueError: if the file is not a model, is damaged, or does not hold together, or if ``loss`` or an encoder is
+            another one.
     """
     settings, fitted = read_model(check.path("path", path), towers, mapped)
+    if encoders is not None:
+        attach_encoders([side.inputs for side in fitted.sides], encoders)
     if loss is not None:
         if (name := as_loss(loss).name) != settings.loss:
             check.fail("loss", repr(name), f"{settings.loss!r}, the name of the loss that the model was fitted with")

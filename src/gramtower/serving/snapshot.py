@@ -247,6 +247,8 @@ class Snapshot:
             embeddings = torch.from_numpy(self.model.embed(**given))
         except ValueError as error:
             raise _refused(error, f"{side}_features") from error
+        except ImportError as error:  # the encoder of a column of text is not installed
+            raise Refused(503, f"{side}_features: {error}") from error
         if not bool(torch.isfinite(embeddings).all()):
             raise Refused(422, f"{side}_features: got numbers so large that embeddings overflow, expected smaller ones")
         return embeddings
