@@ -301,3 +301,11 @@ def selected_fit(folder, partition):
         name: gt.TwoTower(dim=16, device="cpu", optimizer_options={"sweeps": 0}).fit(data).embedding_l2_
         for name, data in given.items()
     }
+
+
+def part_fit(folder, partition, iterations):
+    """The model of the parts, in the folder, by gradient descent."""
+    from gramtower.distributed.partition import read_part
+
+    settings = dict(dim=3, hidden=(4,), device="cpu", optimizer="gd", max_iterations=int(iterations), select=False)
+    gt.TwoTower(**settings).fit(read_part(partition, group())).save(folder / "model.gramtower")

@@ -282,6 +282,8 @@ EXTRAS = {
     "onnx": "export",
     "onnxscript": "export",
     "onnxruntime": "export",
+    "pyspark": "spark",
+    "ray": "ray",
 }
 
 
