@@ -1,4 +1,4 @@
-"""Several processes against one. `python benchmarks/bench_distributed.py [time|memory|model|all|same|shares|predict]`.
+"""Several processes against one. `python benchmarks/bench_distributed.py [time|memory|same|shares|engines|…]`.
 
 time     ml10m shape: one gradient and one G·d in two processes on two cores against one process on one core, one thread
          for each process, by turns
@@ -8,13 +8,15 @@ model    the cost model of docs/scale.md, in CPU seconds of a process for one G�
 same     objective and metrics of a fit of the bundled npm packages by 1, 2 and 4 processes: differences from the fit of
          one table in one process. Nothing is timed
 shares   peak memory of each of two processes that read a folder of --pairs generated pairs, over the bytes of its share
+engines  total time of a fit of --pairs pairs in two local processes that Spark and Ray start, against torchrun plus the
+         start of the session or the cluster and of its processes, by turns, one thread for each; needs pyspark and ray
 predict  what measured constants say of one G·d on 1 to 64 GPUs; nothing is timed. One G·d takes a process
          T = c_pair · pairs / N + c_row · entities / N + bytes / bandwidth + 3 · latency. c_pair and c_row follow from
          the measured G·d of the ml10m and netflix shapes on one H200 (results/gpu.json: towers 256-256 → 128, tf32).
          The bytes are those of docs/scale.md, asserted in tests/test_distributed.py. Bandwidth and latency of
          collectives are assumed, and so are even shares, and that nothing overlaps. Prints the tables of docs/scale.md.
 
-All but the last print the ratio and the bound they are held to, and write the section distributed-<name> of
+All but predict print the ratio and the bound they are held to, and write the section distributed-<name> of
 benchmarks/results/scale.json.
 """
 
@@ -23,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -41,6 +44,8 @@ from gramtower.data.datasets import PAPER_SHAPES, packages, planted_pairs
 from gramtower.data.splits import per_user
 from gramtower.distributed.group import current_group
 from gramtower.distributed.partition import read_part, write_partition
+from gramtower.launch import ray as on_ray
+from gramtower.launch import spark as on_spark
 
 HIDDEN, DIM = (256, 256), 128
 SHAPES = PAPER_SHAPES | {"many rows": (20_000, 15_000, 300_000), "many pairs": (12_000, 4_000, 1_500_000)}
@@ -340,6 +345,105 @@ def measure_model(place: Path) -> None:
     write_result("scale/distributed-model", {"pair_s": pair_s, "row_s": row_s, "byte_s": byte_s, "rows": rows})
 
 
+def engine_child(name: str, folder: Path, out: Path) -> None:
+    """Start Spark or Ray, fit, and print the seconds of both; the library is imported already, as in a notebook."""
+    settings = gt.TwoTower(dim=32, hidden=(), max_iterations=10, device="cpu", select=False)
+    start = time.perf_counter()
+    if name == "spark":
+        from pyspark.sql import SparkSession
+
+        SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+    else:
+        import ray
+
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    started = time.perf_counter()
+    if name == "spark":
+        fitted = on_spark.fit(folder, settings, out=out, num_processes=2)
+    else:
+        from ray.train import ScalingConfig
+
+        fitted = on_ray.fit(folder, settings, out=out, scaling_config=ScalingConfig(num_workers=2))
+    ended = time.perf_counter()
+    print(json.dumps({"start": started - start, "fit": ended - started, "value": fitted.history[-1].value}))
+
+
+def run_engine(name: str, folder: Path, out: Path) -> dict[str, float]:
+    """Seconds of the start of an engine and of the fit, and the objective; torchrun has no start of its own."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYSPARK_PYTHON": sys.executable,
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # of this cluster only; otherwise Ray keeps one in the home
+    if name == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+        command += [
+            "gramtower",
+            "fit",
+            str(folder),
+            "--left",
+            "left",
+            "--right",
+            "right",
+            "--out",
+            str(out),
+            "--dim",
+            "32",
+            "--hidden",
+            "none",
+        ]
+        command += ["--max-iterations", "10", "--device", "cpu", "--select", "off", "--quiet"]
+        before = time.perf_counter()
+        subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+        seconds = time.perf_counter() - before
+        return {"start": 0.0, "fit": seconds, "value": gt.read_history(out / "history.jsonl")[-1].value}
+    command = [sys.executable, __file__, "child", "--work", name, "--folder", str(folder), "--out", str(out)]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"start"')]
+    found: dict[str, float] = json.loads(lines[-1])
+    return found
+
+
+def measure_engines(place: Path, pairs: int, repeats: int) -> None:
+    """Compare engines with torchrun; a fit of few pairs shows how long each takes to start processes."""
+    sizes = {"all": pairs, "few": 2_000}
+    shapes = {name: (max(200, count // 50), max(100, count // 250), count) for name, count in sizes.items()}
+    for name, shape in shapes.items():
+        write_partition(gt.Interactions.from_matrix(random_pairs(*shape)), place / f"engines-{name}", 8)
+    found: dict[str, dict[str, list[dict[str, float]]]] = {
+        engine: {name: [] for name in sizes} for engine in ("torchrun", "spark", "ray")
+    }
+    for _ in range(repeats):
+        for engine, runs in found.items():
+            for name in sizes:
+                with tempfile.TemporaryDirectory() as out:
+                    runs[name].append(run_engine(engine, place / f"engines-{name}", Path(out) / "run"))
+    seconds = {
+        engine: {
+            "session": statistics.median(run["start"] for run in runs["all"] + runs["few"]),
+            **{name: statistics.median(run["fit"] for run in runs[name]) for name in sizes},
+        }
+        for engine, runs in found.items()
+    }
+    alone, ratios = seconds["torchrun"], {}
+    for engine in ("spark", "ray"):
+        own = seconds[engine]
+        start = own["session"] + max(0.0, own["few"] - alone["few"])
+        ratios[engine] = (own["session"] + own["all"]) / (alone["all"] + start)
+        print(
+            f"{engine}: session {own['session']:.1f} s, fit {own['all']:.1f} s (few pairs {own['few']:.1f} s); "
+            f"torchrun {alone['all']:.1f} s ({alone['few']:.1f} s): total over torchrun and start "
+            f"{ratios[engine]:.2f} (<= 1.3), fit over torchrun {own['all'] / alone['all']:.2f}"
+        )
+    first = found["torchrun"]["all"][0]["value"]
+    worst = max(abs(run["value"] / first - 1) for runs in found.values() for run in runs["all"])
+    print(f"largest relative difference of the objective {worst:.1e}")
+    content = {"shape": shapes["all"], "seconds": seconds, "ratios": ratios, "value_difference": worst}
+    write_result("scale/distributed-engines", content | {"repeats": repeats})
+
+
 def constants() -> tuple[float, float]:
     """Seconds for a pair and for an entity of one G·d, from two shapes."""
     rows = []
@@ -388,7 +492,7 @@ if __name__ == "__main__":
         "what",
         nargs="?",
         default="all",
-        choices=["time", "memory", "model", "all", "same", "shares", "predict", "child"],
+        choices=["time", "memory", "model", "all", "same", "shares", "predict", "engines", "child"],
     )
     parser.add_argument("--place", type=Path, help="folder to keep the generated data in; otherwise a temporary one")
     parser.add_argument("--shape", default="netflix", choices=list(PAPER_SHAPES), help="for memory")
@@ -396,17 +500,22 @@ if __name__ == "__main__":
     parser.add_argument("--inside", type=float, default=200.0, help="GB/s of a GPU within a host of eight, for predict")
     parser.add_argument("--between", type=float, default=40.0, help="GB/s of a GPU between hosts, for predict")
     parser.add_argument("--latency", type=float, default=50.0, help="microseconds of a collective, for predict")
-    for hidden in ("--folder", "--work"):
+    parser.add_argument("--pairs", type=int, default=5_000_000, help="for engines")
+    for hidden in ("--folder", "--work", "--out"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
-    parser.add_argument("--repeats", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=3, help="for engines: fits with each")
     arguments = parser.parse_args()
-    if arguments.what == "child":
+    if arguments.what == "child" and arguments.out:
+        engine_child(arguments.work, Path(arguments.folder), Path(arguments.out))
+    elif arguments.what == "child":
         child(Path(arguments.folder), arguments.work, arguments.repeats)
     elif arguments.what == "predict":
         predict(arguments.inside, arguments.between, arguments.latency)
     else:
         with tempfile.TemporaryDirectory() as temporary:
             place = arguments.place or Path(temporary)
+            if arguments.what == "engines":
+                measure_engines(place, arguments.pairs, arguments.repeats)
             if arguments.what in ("time", "all"):
                 measure_time(place)
             if arguments.what in ("memory", "all"):

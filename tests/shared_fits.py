@@ -359,3 +359,11 @@ def fit_of_shares(folder, partition, *columns):
     model.fit(pairs, validation=0.2)
     model.save(folder / f"{Path(partition).name}.gramtower")
     return {"values": [record.value for record in model.history_], "best": model.best_metric_}
+
+
+def part_fit(folder, partition, iterations):
+    """The model of the parts, in the folder, by gradient descent."""
+    from gramtower.distributed.partition import read_part
+
+    settings = dict(dim=3, hidden=(4,), device="cpu", optimizer="gd", max_iterations=int(iterations), select=False)
+    gt.TwoTower(**settings).fit(read_part(partition, group=group())).save(folder / "model.gramtower")

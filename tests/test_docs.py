@@ -11,8 +11,10 @@ import inspect
 import re
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
+import engines
 import pytest
 import scipy.sparse
 import torch
@@ -28,6 +30,23 @@ PUBLIC = [name for name in gramtower.__all__ if name not in ("splits", "text")] 
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 CELL = re.compile(r"^```\{code-cell\} python\n(?::[^\n]*\n)*(.*?)^```$", re.MULTILINE | re.DOTALL)
 SKIP = re.compile(r"<!-- no-run: .+ -->\n\Z")
+NEEDS = re.compile(r"<!-- needs: (.+) -->\n```python\n")
+
+
+def without_missing(text):
+    """The text without the blocks marked <!-- needs: package --> just above, where that is not installed; and these."""
+    absent = {name for name in NEEDS.findall(text) if not installed(name)}
+    for name in absent:
+        text = text.replace(f"<!-- needs: {name} -->\n", f"<!-- no-run: needs {name} -->\n")
+    return text, absent
+
+
+def installed(name):
+    """Whether a package, or all of a module such as ray.train, can be imported."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
 
 
 def python_blocks(text):
@@ -39,15 +58,25 @@ def python_blocks(text):
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def page_with_marks(page):
+    """A page as a parameter, with the warnings that the engines on it give left out."""
+    quiet = engines.QUIET if NEEDS.search(page.read_text()) else []
+    marks = [pytest.mark.filterwarnings(line) for line in quiet]
+    return pytest.param(page, marks=marks, id=str(page.relative_to(ROOT)))
+
+
+@pytest.mark.parametrize("page", [page_with_marks(page) for page in PAGES])
 def test_python_runs(page, tmp_path, monkeypatch, capsys, request):
     monkeypatch.chdir(tmp_path)
     if page.name == "object-storage.md":
         request.getfixturevalue("s3")
     names = {"__name__": "__main__"}
-    text = page.read_text()
-    for line, source in python_blocks(text):
-        exec(compile("\n" * line + source, str(page), "exec"), names)  # so that errors show the page's own line
+    text, absent = without_missing(page.read_text())
+    with engines.environment() if NEEDS.search(text) else nullcontext():
+        for line, source in python_blocks(text):
+            exec(compile("\n" * line + source, str(page), "exec"), names)  # so that errors show the page's own line
+    if absent:
+        pytest.skip(f"blocks that need {', '.join(sorted(absent))} were left out, as it is not installed")
     shown = re.search(r"^<!-- output -->\n```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert shown is None or shown[1] == capsys.readouterr().out
 

@@ -25,7 +25,7 @@ ORDER = (
     ("training",),
     ("retrieval", "metrics"),
     ("model",),
-    ("experiments", "compat", "serving"),
+    ("experiments", "compat", "serving", "launch"),
     ("_public", "demo"),
     ("cli", "__main__"),
 )  # each package may import from its own line and from those above it
@@ -34,7 +34,7 @@ LAZY = {  # imports inside of functions, for methods of the estimator that start
 }
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
 HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib", "onnx", "onnxscript")
-HEAVY += ("prometheus_client", "obstore", "boto3", "botocore")
+HEAVY += ("prometheus_client", "obstore", "boto3", "botocore", "pyspark", "ray", "pyarrow")
 HEAVY += ("model2vec", "tokenizers", "sentence_transformers", "transformers", "huggingface_hub")
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from gramtower.distributed.launch import agreed_name
+from gramtower.distributed.rendezvous import agreed_name
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 SOON = timedelta(seconds=20)

@@ -295,6 +295,8 @@ EXTRAS = {
     "onnxruntime": "export",
     "obstore": "cloud",
     "boto3": "cloud",
+    "pyspark": "spark",
+    "ray": "ray",
 }
 
 

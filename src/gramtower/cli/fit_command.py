@@ -29,8 +29,8 @@ from gramtower.cli.output import note, print_answer, print_facts, print_json, pr
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import rows_left_out
 from gramtower.distributed.group import Group
-from gramtower.distributed.launch import joined
 from gramtower.distributed.partition import Shard
+from gramtower.distributed.rendezvous import joined
 from gramtower.experiments.figures import reliability_figure, save
 from gramtower.experiments.run_store import environment
 from gramtower.model.defaults import pick_device

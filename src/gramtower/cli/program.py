@@ -29,7 +29,7 @@ from gramtower._util import checks as check
 from gramtower._util.checks import LeftOutWarning, need
 from gramtower._util.files import as_path
 from gramtower.cli.output import abandon_output, console_of, note, prepare_streams, show_warning, visible
-from gramtower.distributed.launch import started_among_several
+from gramtower.distributed.rendezvous import started_among_several
 
 if TYPE_CHECKING:
     from cyclopts import App

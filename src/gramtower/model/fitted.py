@@ -560,23 +560,33 @@ class FittedModel:
         Raises:
             ValueError: also if the disk has too little room, or parts of other lists are there; nothing is written.
         """
-        k = check.count("k", k)
-        exclude_seen, fresh = check.flag("exclude_seen", exclude_seen), check.flag("fresh", fresh)
-        check.choice("candidates", candidates, CANDIDATES)
+        k, fresh = check.count("k", k), check.flag("fresh", fresh)
         if progress is not None and not callable(progress):
             check.fail("progress", repr(progress), "a function of two numbers, or None")
         on, path = pick_device(device), check.path("path", path)
+        here, made = self.ranked(
+            exclude_seen, exclude, allow, deny, candidates, table, right_features, where=where, boost=boost,
+            popularity=popularity, diversity=diversity, at_most=at_most, min_score=min_score, scores=scores,
+        )  # fmt: skip
+        return write_lists(here.ids, here.shape, made, path, min(k, len(here.right)), on, fresh, progress)
+
+    def ranked(
+        self, exclude_seen: bool = True, exclude: PairsLike | None = None, allow: IdsLike | PairsLike | None = None,
+        deny: IdsLike | None = None, candidates: str = "all",
+        table: FeatureTable | TableLike | str | Path | None = None, right_features: FeaturesLike = None, **rules: Any,
+    ) -> tuple[FittedModel, Ranking]:  # fmt: skip
+        """The ranking of all left entities, and the model with the right entities of ``right_features``."""
+        exclude_seen = check.flag("exclude_seen", exclude_seen)
+        check.choice("candidates", candidates, CANDIDATES)
         here = self._grown("right", right_features)[0]
         left_out = [here.seen] if exclude_seen else []
         left_out += [] if exclude is None else [here._paired("exclude", exclude)]
         made = here._ranking(
-            here.left.embeddings, left_out, allow, deny, candidates, here._paired, table,
-            where=where, boost=boost, popularity=popularity, diversity=diversity, at_most=at_most, min_score=min_score,
-            scores=scores,
+            here.left.embeddings, left_out, allow, deny, candidates, here._paired, table, **rules
         )  # fmt: skip
         if not here.shards.single:
             check.fail("model", f"one that {here.shards.group.size} processes share", "a loaded model, in one process")
-        return write_lists(here.ids, here.shape, made, path, min(k, len(here.right)), on, fresh, progress)
+        return here, made
 
     def similar(
         self,

@@ -1,4 +1,4 @@
-"""Several processes, started by torchrun: one process group for a command.
+"""The rendezvous of processes that torchrun started: one process group for all of them.
 
 They agree over torchrun's store on a name that all processes of one attempt share and no other attempt has. The store
 outlives the processes: after a restart it holds the addresses of those that are gone, and what connects them needs
