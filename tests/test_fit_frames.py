@@ -268,6 +268,12 @@ def test_frames_of_features_that_cannot_be_joined_are_refused(features, message)
             getattr(small(), method)(frame("polars"), left_features=pl.DataFrame(features), **NAMES)
 
 
+def test_ids_in_the_index_of_pandas_are_asked_for_as_a_column():
+    table = pytest.importorskip("pandas").DataFrame(USERS).set_index("user")
+    with pytest.raises(ValueError, match=r"left_features: .*reset_index"):
+        small().fit(frame("polars"), left_features=table, **NAMES)
+
+
 def test_cross_validation_and_benchmarks_take_frames_of_features():
     pairs = Interactions.from_frame(frame("polars"), **NAMES)
     tables = [pl.DataFrame(USERS), FeatureTable.inferred(USERS, "user")]

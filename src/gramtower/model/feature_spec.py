@@ -206,7 +206,8 @@ class GivenFeatures:
             if column is None:
                 given = f"a {type(part).__name__} of {', '.join(present[:5])}{', …' * (len(present) > 5)}"
                 expected = f"a column of ids, {' or '.join(map(repr, wanted))}, or FeatureTable.inferred(frame, id=…)"
-                check.fail(argument, given, expected)
+                index = getattr(getattr(part, "index", None), "name", None)  # of pandas
+                check.fail(argument, given, "frame.reset_index(), with its ids" if index in wanted else expected)
             try:
                 return FeatureTable.inferred(part, column) if table is None else table.read_alike(part, column)
             except ValueError as error:
