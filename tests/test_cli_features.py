@@ -372,6 +372,14 @@ def test_lists_show_titles_of_a_table(files, fitted, shelf, tmp_path, capsys):
     assert titles["item 51"] == "The odd film 51"
     found = answer(capsys, *tokens, "--where", "title == 'The odd film 51'")["answers"][0]["results"]
     assert [hit["id"] for hit in found] == ["item 51"]
+    tokens = ["similar", plain, "--right", "item 4", "-k", 29]
+    assert "title" not in answer(capsys, *tokens)["answers"][0]["results"][0]
+    found = answer(capsys, *tokens, "--right-table", table)["answers"][0]["results"]
+    assert {hit["id"]: hit["title"] for hit in found} == {
+        f"item {i}": f"Film {i}" if i < 29 else None for i in range(30) if i != 4
+    }
+    found = answer(capsys, "similar", fitted, "--right-features", new, "-k", 5)["answers"][-1]["results"]
+    assert all("title" in hit for hit in found)  # of the run's own table
 
 
 def test_lists_are_filtered_by_columns(shelf, tmp_path, capsys):

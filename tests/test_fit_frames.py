@@ -204,3 +204,85 @@ def test_histories_tuning_and_cross_validation_take_frames():
     pytest.importorskip("optuna")
     search = small(max_iterations=2).tune(made, trials=1, space={"omega": [0.1, 0.2]}, **chosen)
     assert search.data == small(max_iterations=2).tune(pairs, trials=1, space={"omega": [0.1, 0.2]}).data
+
+
+USERS = {
+    "user": list(range(1040, 990, -1)),  # in another order than the pairs, and more of them
+    "age": [None if i % 7 == 0 else float(i) for i in range(50)],
+    "town": [("oslo", "rome", "lima")[i % 3] for i in range(50)],
+    "tags": ["a|b", "b|c", "c"] * 16 + ["d", None],
+}
+ITEMS = {"id": [f"i{x}" for x in range(25)], "price": [float(x) for x in range(25)]}
+
+
+def of_kind(columns, kind):
+    made = pl.DataFrame(columns)
+    return {
+        "polars": made, "lazy": made.lazy(), "mapping": columns,
+        "pandas": kind == "pandas" and pytest.importorskip("pandas").DataFrame(columns),
+    }[kind]  # fmt: skip
+
+
+def same(one, other):
+    assert all(np.array_equal(one.embed(side=side), other.embed(side=side)) for side in ("left", "right"))
+    assert [side.inputs.to_plain() for side in one.fitted_.sides] == [s.inputs.to_plain() for s in other.fitted_.sides]
+
+
+@pytest.mark.parametrize("kind", ["polars", "lazy", "pandas", "mapping"])
+def test_frames_of_features_are_the_tables_that_are_inferred_from_them(kind):
+    model = small(select=False).fit(frame("polars"), ["id", of_kind(USERS, kind)], of_kind(ITEMS, kind), **NAMES)
+    tables = FeatureTable.inferred(USERS, "user"), FeatureTable.inferred(ITEMS, "id")
+    expected = small(select=False).fit(frame("polars"), ["id", tables[0]], tables[1], **NAMES)
+    same(model, expected)
+    assert tables[0].kinds == {"age": "numeric", "town": "categorical", "tags": "list"}
+    more = pl.DataFrame({"user": [1035, 1001], "item": ["i3", "i4"]})
+    model.update(more, ["id", of_kind(USERS, kind)], of_kind(ITEMS, kind), **NAMES)
+    same(model, expected.update(more, ["id", tables[0]], tables[1], **NAMES))
+
+
+def test_an_update_reads_a_frame_as_the_table_of_the_fit_was_read():
+    chosen = dict(id="user", categorical=["age"], text=["town"], lists=["tags"], hash_bits=4, separator="-")
+    tags = USERS | {"tags": ["a-b", "c"] * 25}
+    model = small(select=False).fit(frame("polars"), FeatureTable(tags, **chosen), **NAMES)
+    more = pl.DataFrame({"user": [1035], "item": ["i3"]})
+    wider = pl.DataFrame(tags | {"unknown": range(50)})
+    expected = gt.TwoTower(**model.get_params())
+    expected.fitted_ = model.fitted_
+    expected.update(more, FeatureTable(tags, **chosen), **NAMES)
+    same(model.update(more, wider, **NAMES), expected)
+    with pytest.raises(ValueError, match=r"left_features: .*'town' as well"):
+        model.update(more, wider.drop("town"), **NAMES)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        ({"age": [1.0] * 30, "town": ["a"] * 30}, r"left_features: .*age, town.*'user' or 'id'"),
+        (USERS | {"user": [1] * 50}, r"left_features: id: .*50 rows"),
+        ({"user": USERS["user"]}, r"left_features: columns"),
+    ],
+)
+def test_frames_of_features_that_cannot_be_joined_are_refused(features, message):
+    for method in ("fit", "tune"):
+        with pytest.raises(ValueError, match=message):
+            getattr(small(), method)(frame("polars"), left_features=pl.DataFrame(features), **NAMES)
+
+
+def test_ids_in_the_index_of_pandas_are_asked_for_as_a_column():
+    table = pytest.importorskip("pandas").DataFrame(USERS).set_index("user")
+    with pytest.raises(ValueError, match=r"left_features: .*reset_index"):
+        small().fit(frame("polars"), left_features=table, **NAMES)
+
+
+def test_cross_validation_and_benchmarks_take_frames_of_features():
+    pairs = Interactions.from_frame(frame("polars"), **NAMES)
+    tables = [pl.DataFrame(USERS), FeatureTable.inferred(USERS, "user")]
+    found = [gt.cross_validate(small(select=False), pairs, folds=2, left_features=table).mean for table in tables]
+    assert found[0] == found[1]
+    runs = [
+        gt.benchmark(pairs, models={"own": small(select=False)}, baselines=[], seeds=[0], left_features=table)
+        for table in tables
+    ]
+    settings = [run.summary["models"]["own"]["settings"] for run in runs]
+    assert settings[0] == settings[1]  # which recognise the runs of a folder
+    assert runs[0].runs[0].metrics == runs[1].runs[0].metrics

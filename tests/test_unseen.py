@@ -303,11 +303,11 @@ def test_metrics_of_popularity_count_the_training_pairs():
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_frame_is_refused_rather_than_taken_for_rows_in_the_order_of_entities(side):
+def test_a_frame_without_ids_is_refused_rather_than_taken_for_rows_in_the_order_of_entities(side):
     pd = pytest.importorskip("pandas")
     features = {"left_features": words(SHAPE[0]), "right_features": words(SHAPE[1], 1)}
     name = f"{side}_features"
     features[name] = pd.DataFrame(features[name].toarray())
-    message = f"{name}: got a DataFrame, expected a FeatureTable, which is joined by id"
+    message = rf"{name}: got a DataFrame of 0, 1, 2.*column of ids.*FeatureTable"
     with pytest.raises(ValueError, match=message):
         small().fit(data(), **features, validation=0.25, validation_side="left")

@@ -38,6 +38,7 @@ Many = Annotated[list[str] | None, Parameter(negative=(), consume_multiple=True)
 if TYPE_CHECKING:
     from polars import DataFrame
 
+_Titled = tuple[EntityTable, list[Key], "DataFrame"]  # a table of right entities, its ids and its frame
 NEW = "(new)"  # the name of an entity that is only described
 _EVERY = 2.0  # seconds between lines of progress
 
@@ -291,9 +292,7 @@ def recommend(
         options["context"] = {name: value for name, _, value in (text.partition("=") for text in context)}
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
     found, values = model.recommend(known, k, **options)
-    titles = None if table is None else table[0].titles
-    named = {} if table is None or titles is None else dict(zip(table[1], titles, strict=True))
-    _show("left", asked if known is None else known, "right", found, values, common, named)
+    _show("left", asked if known is None else known, "right", found, values, common, table)
     return 0
 
 
@@ -320,7 +319,7 @@ def _right_table(
     title: str | None,
     new: DataFrame | None,
     common: Common,
-) -> tuple[EntityTable, list[Key], DataFrame] | None:
+) -> _Titled | None:
     """The table with titles of right entities, its ids, those of the model and of the ``new`` rows, and its frame.
 
     Without a table of its own it is the one that the model was fitted with, if its file is still there.
@@ -334,8 +333,8 @@ def _right_table(
         frame = read_frame("--right-table", path)
         column = id_column("right", frame, id, settings.data.right)
         known = list(range(len(model.right_))) if model.right_.ids is None else model.right_.ids.tolist()
-        if new is not None:
-            name = next(part.table.id for part in model.right_.inputs.parts if part.table is not None)
+        name = next((part.table.id for part in model.right_.inputs.parts if part.table is not None), None)
+        if new is not None and name in new.columns:
             keys = map(str, id_series("id", new[name]).drop_nulls().to_list())
             known = list(dict.fromkeys([*known, *as_known(keys, model.right_.ids)]))
         frame = frame.select(column, *(name for name in frame.columns if name not in (column, "id")))  # its ids first
@@ -377,6 +376,9 @@ def similar(
     k: Annotated[int, Parameter(name=["--k", "-k"])] = 10,
     left_features: Path | None = None,
     right_features: Path | None = None,
+    right_table: Path | None = None,
+    right_id: str | None = None,
+    right_title: str | None = None,
     common: Common = Common(),
 ) -> int:
     """List the most similar entities of the same side, by the cosine of their embeddings.
@@ -388,12 +390,16 @@ def similar(
         k: How many.
         left_features: Table of left entities; new ones are compared too. Without --left, all its rows are queried.
         right_features: The same for right entities.
+        right_table: Table of right entities, joined by id, for titles [default: the table that the model was fitted
+            with].
+        right_id: Its column of ids [default: called as in the run, or id].
+        right_title: Its column that names an entity [default: title, name or label].
     """
     tables = {"left": left_features, "right": right_features}
     sides = [side for side, ids in (("left", left), ("right", right)) if ids is not None or tables[side] is not None]
     if len(sides) != 1:
         check.fail("--left, --right", "both" if sides else "neither", "one of them, or its table")
-    model, _ = open_model(run)
+    model, settings = open_model(run)
     side, asked = sides[0], left if sides[0] == "left" else right
     options: dict[str, Any] = {}
     path = tables[side]
@@ -402,7 +408,10 @@ def similar(
         names = [name for name in names if name != NO_ID]
     keys = keys_of(model, side, asked)
     found, scores = model.similar(keys, side, k, **options)
-    _show(side, names if keys is None else keys, "similar", found, scores, common)
+    new, titled = options.get("right_features"), None
+    if side == "right":
+        titled = _right_table(model, settings, right_table, right_id, right_title, new, common)
+    _show(side, names if keys is None else keys, "similar", found, scores, common, titled)
     return 0
 
 
@@ -423,10 +432,11 @@ def _show(
     found: NDArray[np.generic],
     scores: NDArray[np.float32],
     common: Common,
-    titles: Mapping[Key, str | None] | None = None,
+    table: _Titled | None = None,
 ) -> None:
     """One list for each entity asked about, with titles where there are some; places without an answer are left out."""
-    named = titles or {}
+    titles = None if table is None else table[0].titles
+    named = {} if table is None or titles is None else dict(zip(table[1], titles, strict=True))
     answers = [
         [
             {"id": key, **({"title": named.get(key)} if named else {}), "score": float(score)}

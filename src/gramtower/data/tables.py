@@ -192,6 +192,18 @@ class FeatureTable:
             table.report["skipped"] = [name for name, kind in found.items() if kind == "skip"]
             return table
 
+    def read_alike(self, frame: TableLike | PathLike, id: str | None = None) -> FeatureTable:
+        """Make a table of other rows with the columns, kinds and options of this one; values are found again."""
+        names: dict[str, str] = {"list": "lists", "vector": "vectors"}
+        chosen: dict[str, Any] = {}
+        for encoder in self.encoders:
+            chosen.setdefault(names.get(encoder.kind, encoder.kind), []).append(frames.Needed(encoder.column))
+            if isinstance(encoder, Elements):
+                chosen["separator"] = encoder.separator
+            if isinstance(encoder, Text):
+                chosen |= {"hash_bits": encoder.bits, "ngrams": encoder.ngrams}
+        return FeatureTable(frame, self.id if id is None else id, strict=self.strict, **chosen)
+
     def __len__(self) -> int:
         return 0 if self._row is None else len(self._row)
 

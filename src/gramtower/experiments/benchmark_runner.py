@@ -65,6 +65,7 @@ from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.metrics.embedding_metrics import ranking_metrics
 from gramtower.metrics.tally import Scores
 from gramtower.model.fit_data import aligned, own_pairs
+from gramtower.model.fitting import joined_features
 from gramtower.model.two_tower import TwoTower
 from gramtower.training.callbacks import progress_lines
 from gramtower.training.checkpoint import locked
@@ -135,7 +136,8 @@ def benchmark(
     known, names, numbers = known_pairs(pairs), checked_metrics(metrics), checked_seeds(seeds)
     if not len(known):
         check.fail("pairs", "none", "at least two pairs")
-    given = {"left_features": left_features, "right_features": right_features}
+    features = joined_features((left_features, right_features), known)
+    given = {"left_features": features[0], "right_features": features[1]}
     entries = make_entries(known, baselines, models, {name: one for name, one in given.items() if one is not None})
     if reference is not None and reference not in (able := [e.name for e in entries if e.facts.left_out is None]):
         check.fail("reference", repr(reference), "one of " + ", ".join(able))

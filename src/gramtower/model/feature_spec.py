@@ -6,7 +6,8 @@
                     mean of the histories in training, as a tower has learned nothing for an empty one.
                     "history:last=20": of the last 20 by time; "history:decay=20": of all, with values that halve with
                     every 20 newer ones
-    a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not
+    a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not. A frame stands for
+                    FeatureTable.inferred of it
     a matrix        one row for each entity, in the order of the ids
 
 Tables and matrices are brought to a common scale, learned from the training data and kept for new entities:
@@ -188,12 +189,34 @@ class GivenFeatures:
                 total += part.width if isinstance(part, FeatureTable) else int(shape[1]) if len(shape) == 2 else 1
         return total
 
-    def refuse_frames(self) -> None:
-        """Refuse frames: numpy would take their rows for those of the entities, whatever their order."""
-        for part in self.parts:
-            if is_frame(part):
-                expected = 'a FeatureTable, which is joined by id: FeatureTable.inferred(frame, id="…")'
-                check.fail(f"{self.side}_features", f"a {type(part).__name__}", expected)
+    def joined(self, name: str, known: FeatureSpec | None = None) -> FeaturesLike:
+        """Return the same with frames as tables, which are joined by id: of the column ``name``, otherwise ``id``.
+
+        Numpy would take rows of frames for those of the entities, whatever their order. The kinds of columns are
+        inferred; where ``known`` has a table in the same place, columns and kinds are those of this table.
+        """
+        before = [None] * len(self.parts) if known is None else [part.table for part in known.parts]
+        tables = iter(before if len(before) == len(self.parts) else [None] * len(self.parts))
+
+        def read(part: FeaturesLike) -> FeaturesLike:
+            table = next(tables)
+            if not is_frame(part):
+                return part
+            argument = f"{self.side}_features"
+            present = frames.column_names(argument, part)
+            wanted = dict.fromkeys([*([] if table is None else [table.id]), name, "id"])
+            column = next((one for one in wanted if one in present), None)
+            if column is None:
+                given = f"a {type(part).__name__} of {', '.join(present[:5])}{', …' * (len(present) > 5)}"
+                expected = f"a column of ids, {' or '.join(map(repr, wanted))}, or FeatureTable.inferred(frame, id=…)"
+                index = getattr(getattr(part, "index", None), "name", None)  # of pandas
+                check.fail(argument, given, "frame.reset_index(), with its ids" if index in wanted else expected)
+            try:
+                return FeatureTable.inferred(part, column) if table is None else table.read_alike(part, column)
+            except ValueError as error:
+                raise ValueError(f"{argument}: {error}") from error
+
+        return self._changed(read)
 
     def tables(self) -> FeaturesLike:
         """Return the tables, which describe entities without pairs too; None for a left side that has none."""
@@ -718,8 +741,7 @@ def _training_part(
             given = f"a table without a value in {', '.join(one.columns)}"
             check.fail(f"{side}_features", given, "at least one column with values")
         return Part("table", encoded.shape[1], one.without_rows()), encoded
-    GivenFeatures(side, one).refuse_frames()
-    if not is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
+    if is_frame(one) or not is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
         check.fail(f"{side}_features", _shown(one), expected)
     if not one.shape[1]:

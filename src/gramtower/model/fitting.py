@@ -68,6 +68,7 @@ def fit(
     if isinstance(pairs, Interactions) and pairs.context:
         left_features = with_context(pairs, left_features)
     features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
+    features = left_features, right_features = joined_features(features, pairs, previous)
     as_solver(settings.optimizer, dict(settings.solver_options()))  # refused before any work
     if check.choice("candidates", candidates, CANDIDATES) == "all":
         described = [
@@ -117,6 +118,17 @@ def fit(
     if reason is Reason.MAX_ITERATIONS:  # the number of them was found, and how is what there is to say
         reason, message = found.reason, f"{found.message}; then all pairs were fitted for {count} iterations"
     return replace(final, reason=reason, message=message, best_metric=found.best_metric, path=path)
+
+
+def joined_features(features: Both, pairs: FitPairs, previous: FittedModel | None = None) -> Both:
+    """The features of both sides with frames as tables, joined by the ids of the pairs."""
+    sides, names = ("left", "right"), _names(pairs, previous)
+    with current_group().together():
+        left, right = (
+            GivenFeatures(side, given).joined(name, None if previous is None else previous.side(side).inputs)
+            for side, given, name in zip(sides, features, names, strict=True)
+        )
+    return left, right
 
 
 def selection_file(checkpoint: Path) -> Path:
@@ -271,6 +283,7 @@ def update(
 ) -> FittedModel:  # fmt: skip
     """A model of all that a fitted one knows and of more pairs; see TwoTower.update."""
     settings = settings.with_changes(max_iterations=check.count("iterations", iterations, minimum=0))
+    left_features, right_features = joined_features((left_features, right_features), more, fitted)
     contextual = fitted.combinations is not None and left_features is None  # their table comes from the pairs
     left = None if contextual else described_features(fitted.left, left_features)
     features = left, described_features(fitted.right, right_features)

@@ -26,7 +26,7 @@ from gramtower.engine.kernels.elementwise import LOSSES, Loss
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.regularizers import BlockRidge, Regularizer
 from gramtower.engine.towers.towers import Towers
-from gramtower.optim.solvers import SOLVERS, Solver
+from gramtower.optim.solvers import SOLVERS, Solver, TorchOptimizer
 
 REQUIRED: Any = object()
 _LINE = 79  # characters in a line of a repr
@@ -274,6 +274,8 @@ class ModelSettings:
         changes: dict[str, Any] = {}
         if isinstance(solver, Solver) and SOLVERS.get(solver.name) is type(solver):
             changes |= {"optimizer": solver.name, "optimizer_options": asdict(solver)}
+        if isinstance(solver, TorchOptimizer) and solver.plain_options is not None:
+            changes |= {"optimizer": solver.name, "optimizer_options": solver.plain_options}
         if isinstance(self.loss, Loss) and LOSSES.get(self.loss.name) is self.loss:
             changes["loss"] = self.loss.name
         if isinstance(self.regularizer, BlockRidge):

@@ -31,7 +31,7 @@ from gramtower.model.exporting import write_export
 from gramtower.model.feature_spec import attach_encoders
 from gramtower.model.fit_data import Columns, Validation, weighed_by_age
 from gramtower.model.fitted import FittedModel
-from gramtower.model.fitting import ITERATIONS, fit, update
+from gramtower.model.fitting import ITERATIONS, fit, joined_features, update
 from gramtower.model.model_file import read_model, write_model
 from gramtower.model.settings import CHOSEN, ModelSettings, documented
 from gramtower.model.side import HistoriesLike
@@ -127,9 +127,10 @@ class TwoTower(ModelSettings):
                 the same pairs and keeps its share, or gives its :func:`~gramtower.distributed.partition.read_part`.
             left_features: what the left tower sees: None or "id" for only ids, one row for each entity (scipy.sparse,
                 numpy or torch), a :class:`~gramtower.data.tables.FeatureTable` joined by id, "history" for the entity's
-                own observed right entities, or a list of these side by side, such as ``["id", "history", table]``.
-                ``"history:last=20"`` sees the last 20 of pairs with times, ``"history:decay=20"`` all of them with
-                values that halve with every 20 newer ones.
+                own observed right entities, or a list of these side by side, such as ``["id", "history", table]``. A
+                frame stands for ``FeatureTable.inferred(frame, id)``, where its column of ids has the name of the
+                pairs' column, such as "user", or else "id". ``"history:last=20"`` sees the last 20 of pairs with times,
+                ``"history:decay=20"`` all of them with values that halve with every 20 newer ones.
                 In a list with features, the id vector of a new entity is predicted from its features, and
                 ``"id*0.1"`` makes ids a smaller correction of what features say (docs/choosing.md).
             right_features: the same for the right tower, without "history".
@@ -203,7 +204,8 @@ class TwoTower(ModelSettings):
             more_pairs: as for ``fit``, with ids of the same kind; for a model fitted on a matrix, a matrix whose rows
                 and columns are numbered as there, and may be more.
             left_features: as for ``fit``. The model keeps how features are encoded, not the rows: if it sees a table or
-                a matrix, that of all entities, old and new, is needed. None for ids and histories.
+                a matrix, that of all entities, old and new, is needed. A frame is read with the columns and kinds of
+                the table that the model was fitted with. None for ids and histories.
             right_features: the same for the right tower.
             iterations: how many.
             callbacks: as for ``fit``.
@@ -293,7 +295,7 @@ class TwoTower(ModelSettings):
         pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
         if isinstance(pairs, Interactions) and pairs.context:
             left_features = with_context(pairs, left_features)
-        features = left_features, right_features
+        features = joined_features((left_features, right_features), pairs)
         lines = progress_lines("gramtower.tune", verbose)
         found = tune(
             self.with_changes(), pairs, trials=trials, time_limit=time_limit, metric=metric or self.metric,

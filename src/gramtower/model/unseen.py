@@ -134,8 +134,6 @@ def hold_out_entities(
     axis = SIDES.index(name)
     _refuse_others(settings, pairs, features[axis], share, name)
     both = [GivenFeatures(side, given) for side, given in zip(SIDES, features, strict=True)]
-    for one in both:
-        one.refuse_frames()
     matrix, _ = matrix_and_ids(pairs)
     whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix, same_entities=False)
     train, test = split_entities(whole, share, name, seed)

@@ -17,3 +17,4 @@ from gramtower.optim.solvers import NewtonKron as NewtonKron
 from gramtower.optim.solvers import Sampling as Sampling
 from gramtower.optim.solvers import Sogram as Sogram
 from gramtower.optim.solvers import Solver as Solver
+from gramtower.optim.solvers import TorchOptimizer as TorchOptimizer

@@ -2,7 +2,7 @@
 
 `gd`, `gd-diag`, `newton`, `sogram`, `sogram-diag`, `sampling` and `sampling-diag` are those of the paper (Section
 "Compared Optimization Methods"), with its constants as defaults, except for the step sizes of the four that sample,
-which are searched. `newton-kron` and `lbfgs` are not in the paper. ``gt.minimize(problem, towers,
+which are searched. `newton-kron`, `lbfgs` and `torch` are not in the paper. ``gt.minimize(problem, towers,
 gt.optim.NewtonKron(damping=0.1))`` and ``gt.minimize(problem, towers, "newton-kron", damping=0.1)`` are the same run.
 
 A custom solver is a dataclass with a ``name`` and a ``method``; docs/choosing.md has an example.
@@ -10,9 +10,12 @@ A custom solver is a dataclass with a ``name`` and a ``method``; docs/choosing.m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.engine.objective.problem import Problem
@@ -21,6 +24,7 @@ from gramtower.optim.descent import Backtracking, Damping, Descent, Diagonal, Fi
 from gramtower.optim.second_order import KroneckerDirection, KroneckerNewton, KroneckerSecant, LimitedMemory, NewtonCG
 from gramtower.optim.stochastic import Blocks, Sampled, Source, Subsets
 from gramtower.optim.sweeps import Sweeps, SweepsFirst
+from gramtower.optim.torch_optimizers import OptimizerClass, TorchSteps
 
 _ENOUGH_SWEEPS = 12
 Value = TypeVar("Value")
@@ -301,6 +305,56 @@ class DiagonalSampling(Sampling):
         return self._sampled(Blocks(seed, self.ratio), Diagonal(self.mu))
 
 
+@dataclass(frozen=True, init=False)
+class TorchOptimizer(Solver):
+    """An optimizer of torch with exact gradients, such as ``TorchOptimizer(torch.optim.AdamW, lr=0.01)``.
+
+    The gradient is a sum over all pairs, not a mean: SGD needs a small learning rate, while Adam and its relatives
+    adapt to the scale. λ and μ are part of the objective, so weight decay is a further penalty. Runs in one process.
+
+    Args:
+        kind: a class of ``torch.optim`` or its name, or a subclass of ``torch.optim.Optimizer``, which a model file
+            cannot hold. LBFGS makes several evaluations in a step; use the optimizer "lbfgs" instead.
+        steps: steps in one iteration. Records, validation and checkpoints come after each iteration.
+        options: arguments of ``kind``, such as ``lr``.
+    """
+
+    name: ClassVar[str] = "torch"
+    kind: OptimizerClass
+    steps: int
+    options: Mapping[str, Any]
+
+    def __init__(self, kind: OptimizerClass | str, *, steps: int = 1, **options: Any) -> None:
+        kind = getattr(torch.optim, kind, kind) if isinstance(kind, str) else kind
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+            check.fail("kind", repr(kind), "a class of torch.optim, such as torch.optim.AdamW")
+        if issubclass(kind, torch.optim.LBFGS):
+            check.fail("kind", "torch.optim.LBFGS", 'another class, or the optimizer "lbfgs"')
+        for name, value in (("kind", kind), ("steps", check.count("steps", steps)), ("options", dict(options))):
+            object.__setattr__(self, name, value)
+        probe = torch.zeros(2, 2, requires_grad=True)
+        probe.grad = torch.ones(2, 2)
+        try:
+            made = kind([probe], **options)
+            made.step()
+        except (TypeError, ValueError, RuntimeError) as error:
+            check.fail("options", f"{options} ({error})", f"arguments of {kind.__name__} for dense gradients")
+        for name, value in made.state[probe].items():
+            if value is not None and not (isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)):
+                given = f"{kind.__name__}, whose state has the {type(value).__name__} {name!r}"
+                check.fail("kind", given, "an optimizer whose state has tensors of float32 or float64")
+
+    @property
+    def plain_options(self) -> dict[str, Any] | None:
+        """The arguments, with the name of the class; None if torch.optim does not have the class."""
+        name = self.kind.__name__
+        known = getattr(torch.optim, name, None) is self.kind
+        return {"kind": name, "steps": self.steps, **self.options} if known else None
+
+    def method(self, seed: int) -> Method:
+        return TorchSteps(self.kind, dict(self.options), self.steps)
+
+
 SOLVERS: dict[str, type[Solver]] = {
     solver.name: solver
     for solver in (
@@ -315,7 +369,11 @@ def as_solver(optimizer: str | Solver, options: dict[str, Any]) -> Solver:
         if options:
             check.fail("options", ", ".join(options), f"no options with a solver object: set them in {optimizer!r}")
         return optimizer
-    kind = SOLVERS[check.choice("optimizer", optimizer, tuple(SOLVERS))]
+    if check.choice("optimizer", optimizer, (*SOLVERS, TorchOptimizer.name)) == TorchOptimizer.name:
+        if "kind" not in options:
+            check.fail("options", ", ".join(options) or "none", "kind, the name of a class of torch.optim, as well")
+        return TorchOptimizer(**options)
+    kind = SOLVERS[optimizer]
     known = [option.name for option in fields(kind)]
     for option in options:
         if option not in known:
