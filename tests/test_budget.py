@@ -20,7 +20,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 FILES = 168
 LINES = 45_730
-ANY = 190
+ANY = 200
 SHARED_NAMES = 0  # file names, except __init__.py and __main__.py, that several packages have
 BENCHMARK_FILES, BENCHMARK_BYTES = 50, 1_000_000
 ENTERED_BY_THE_COMMAND = 57  # one or two more on a busy machine, where a fit takes fewer threads

@@ -22,7 +22,7 @@ from gramtower.engine.towers.parameters import Parameters
 
 
 class Regularizer:
-    """A regulariser Ψ of your own: derive a class with ``value``, ``gradient`` and ``product``.
+    """A regulariser of your own: derive a class with ``value``, ``gradient`` and ``product``.
 
     Ψ must be twice differentiable and strongly convex. Over several processes θ is divided among them: sum with
     ``theta.inner``, which adds up all processes, and treat each number of θ by itself in ``gradient`` and ``product``.
@@ -55,7 +55,9 @@ class Regularizer:
 
 
 class BlockRidge(Regularizer):
-    """Ψ = ½ Σ_t w_t ‖θ_t‖² with a weight w_t > 0 for each tensor of the towers.
+    """Squared norm of the parameters with a weight for each tensor of the towers.
+
+    Ψ = ½ Σ_t w_t ‖θ_t‖² with w_t > 0.
 
     Args:
         weights: weights by name or pattern of tensors, such as ``{"left.*": 4.0, "*.bias": 0.1}``. The first pattern
