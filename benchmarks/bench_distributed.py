@@ -496,11 +496,10 @@ if __name__ == "__main__":
     )
     parser.add_argument("--place", type=Path, help="folder to keep the generated data in; otherwise a temporary one")
     parser.add_argument("--shape", default="netflix", choices=list(PAPER_SHAPES), help="for memory")
-    parser.add_argument("--pairs", type=int, default=300_000_000, help="for shares")
+    parser.add_argument("--pairs", type=int, help="for shares, 300 million by default, and engines, 5 million")
     parser.add_argument("--inside", type=float, default=200.0, help="GB/s of a GPU within a host of eight, for predict")
     parser.add_argument("--between", type=float, default=40.0, help="GB/s of a GPU between hosts, for predict")
     parser.add_argument("--latency", type=float, default=50.0, help="microseconds of a collective, for predict")
-    parser.add_argument("--pairs", type=int, default=5_000_000, help="for engines")
     for hidden in ("--folder", "--work", "--out"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=3, help="for engines: fits with each")
@@ -515,7 +514,7 @@ if __name__ == "__main__":
         with tempfile.TemporaryDirectory() as temporary:
             place = arguments.place or Path(temporary)
             if arguments.what == "engines":
-                measure_engines(place, arguments.pairs, arguments.repeats)
+                measure_engines(place, arguments.pairs or 5_000_000, arguments.repeats)
             if arguments.what in ("time", "all"):
                 measure_time(place)
             if arguments.what in ("memory", "all"):
@@ -525,4 +524,4 @@ if __name__ == "__main__":
             if arguments.what == "same":
                 measure_same(place)
             if arguments.what == "shares":
-                measure_shares(place, arguments.pairs)
+                measure_shares(place, arguments.pairs or 300_000_000)

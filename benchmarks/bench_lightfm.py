@@ -6,7 +6,7 @@ LightFM 1.17 has to be compiled: in a clone of it, `python setup.py build_ext --
 there. Sets: ml100k, MovieLens 100k if its file is given; ml1m; and ml1m-943, 943 of its users at random, which is as
 many as MovieLens 100k has. A tenth of each set's pairs is for testing. Aimed for: a ratio of times of at most 1, and
 precision@5, recall@10 and AUC of at least LightFM's. Both get as many threads as torch has. Writes
-benchmarks/results/lightfm.json.
+the section lightfm of benchmarks/results/quality.json.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=here.parents[1] / "shared" / "data", help="folder of data sets")
     parser.add_argument("--out", type=Path, default=here / "results", help="folder of the result")
     options = parser.parse_args()
-    sets = read_result("lightfm", options.out).get("sets", {})
+    sets = read_result("quality/lightfm", options.out).get("sets", {})
     for name in options.sets.split(","):
         pairs = load(name, options)
         if pairs is None:
@@ -98,7 +98,7 @@ def main() -> None:
         best = min(found[f"gramtower, {COMPONENTS[0]} components, {e} epochs"]["seconds"] for e in EPOCHS["gramtower"])
         ratio = best / found[f"lightfm, {COMPONENTS[0]} components, 30 epochs"]["seconds"]
         print(f"{name}: ratio of times {ratio:.2f} (<= 1)", flush=True)
-        print(write_result("lightfm", {"sets": sets}, options.out))
+        print(write_result("quality/lightfm", {"sets": sets}, options.out))
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ LONGER = {  # by name only: beyond the hour, or for what changes rarely
     "distributed": Step("bench_distributed.py all", 30),
     "new-items": Step(f"bench_new_items.py {DATA}/ml-1m --known", 30),
     "labels": Step(f"features/labels.py --data {DATA}", 60),
+    "lightfm": Step(f"bench_lightfm.py --data {DATA}", 5),
     "selection": Step(f"bench_selection.py --data {DATA} --peers --random 100", 600),
     "quality-ml1m": Step("quality/run.py ml1m", 10),
     "gpu-netflix": Step("bench_gpu.py --shape netflix --precision tf32", 5),
@@ -370,6 +371,16 @@ def table_peers(kind: str) -> list[list[str]]:
         best, count = first[drawn], drawn.split()[2]
         share = f"{first['default'][-1] / best[-1]:.3f}"
         rows.append([data, *map(_joined, (first["default"], *found)), f"{_joined(best)} ({count})", share])
+    return rows
+
+
+def table_lightfm() -> list[list[str]]:
+    """compat.lightfm and LightFM by set, size and number of epochs."""
+    rows = [["set", "model", "seconds", "precision@5", "recall@10", "AUC"]]
+    for data, one in load("quality")["lightfm"]["sets"].items():
+        for model, row in one["models"].items():
+            scores = (f"{row[metric]:.3f}" for metric in ("precision@5", "recall@10", "auc"))
+            rows.append([data, model, _short(row["seconds"]), *scores])
     return rows
 
 
