@@ -53,7 +53,7 @@ DATA = os.environ.get("GRAMTOWER_DATA", str(ROOT.parent / "shared/data"))
 _ML1M = f"{DATA}/ml-1m/ratings_no_timestamp.dat.xz"
 CPU = {  # at most an hour together
     "compare-ml1m": Step(f"bench_compare.py ml1m --data {DATA} --seconds 60", 10),
-    "compare-moby": Step("bench_compare.py moby --seconds 40", 7),
+    "compare-moby": Step("bench_compare.py moby --seconds 33", 7),
     "compare-wikispeedia": Step(f"bench_compare.py wikispeedia --data {DATA} --seconds 15", 3.5),
     "compare-npm-deps": Step(f"bench_compare.py npm-deps --data {DATA} --seconds 50 --users 1000", 11),
     "models": Step(f"bench_compare.py demo models-ml1m --data {DATA}", 4),
