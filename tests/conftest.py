@@ -9,6 +9,7 @@ from urllib.request import Request, urlopen
 if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; read when torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import engines
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -84,3 +85,15 @@ def s3(s3_server, monkeypatch):
     urlopen(Request(f"{s3_server}/moto-api/reset", method="POST")).close()
     urlopen(Request(f"{s3_server}/lake", method="PUT")).close()
     return s3_server
+
+
+@pytest.fixture(scope="module")
+def session():
+    with engines.spark_session() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with engines.ray_cluster() as made:
+        yield made

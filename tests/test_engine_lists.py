@@ -84,18 +84,6 @@ def test_duckdb_reads_and_writes_them(model, tmp_path):
     check(pl.read_parquet(tmp_path / "answers.parquet"), model, K, {}, tmp_path)
 
 
-@pytest.fixture(scope="module")
-def session():
-    with engines.spark_session() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with engines.ray_cluster() as made:
-        yield made
-
-
 def test_spark_gives_the_lists_of_recommend_all(session, model, tmp_path):
     options = several(model)
     frame = session.createDataFrame([(0.5, int(key)) for key in model.left_.ids], "age double, user int")

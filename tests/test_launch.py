@@ -33,18 +33,6 @@ SETTINGS = gt.TwoTower(dim=3, hidden=(4,), device="cpu", optimizer="gd", max_ite
 
 
 @pytest.fixture(scope="module")
-def session():
-    with engines.spark_session() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with engines.ray_cluster() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "parts"
     write_partition(shared_fits.interactions(), folder, 4)

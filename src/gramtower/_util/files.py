@@ -107,8 +107,7 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     if path.exists() and not path.is_file():
         raise ValueError(f"path: got {path}, which is no ordinary file, expected one, or a new name")
-    folder, lock = _writing_folder(path)
-    try:
+    with _next_to(path) as folder:
         partial = folder / "content"
         partial.touch()
         mode = partial.stat().st_mode
@@ -117,12 +116,6 @@ def replacing(path: Path) -> Iterator[Path]:
         partial.chmod(mode)  # some writers make theirs private
         _to_disk(partial, os.O_RDWR)  # Windows syncs only what may be written
         partial.replace(path)
-        with suppress(OSError):  # systems differ in what they can do for folders
-            _to_disk(path.parent, os.O_RDONLY)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
 
 
 @contextmanager
@@ -145,8 +138,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
                     file.replace(partial)
             (path / WRITING).unlink()
         return
-    folder, lock = _writing_folder(path)
-    try:
+    with _next_to(path) as folder:
         partial = folder / "content"
         partial.mkdir()
         yield partial
@@ -155,7 +147,15 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         if path.exists():
             path.rename(folder / "old")
         partial.rename(path)
-        with suppress(OSError):
+
+
+@contextmanager
+def _next_to(path: Path) -> Iterator[Path]:
+    """Yield a locked temporary folder next to a path, and sync the names of the parent folder if the block succeeds."""
+    folder, lock = _writing_folder(path)
+    try:
+        yield folder
+        with suppress(OSError):  # systems differ in what they can do for folders
             _to_disk(path.parent, os.O_RDONLY)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
