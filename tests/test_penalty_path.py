@@ -12,12 +12,14 @@ import torch
 from processes import run_group
 
 import gramtower as gt
+from gramtower._util.checks import check_hidden
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import per_user
 from gramtower.distributed.partition import write_partition
 from gramtower.model import penalty_path
 from gramtower.model.penalty_path import _held_pairs
 from gramtower.model.unseen import UnseenValidator
+from gramtower.training.loop import minimize
 
 
 def faint(seed=0):
@@ -128,7 +130,51 @@ def test_features_on_both_sides_compare_linear_and_normalised_towers_by_new_enti
     assert "left entities" in path.held_out
     assert model.l2_ == path.chosen["l2"]
     assert model.normalize_ == path.chosen["normalize"]
-    assert (model.hidden_ == ((), ())) == ("hidden" in path.chosen)
+    if "hidden" in path.chosen:
+        assert model.hidden_ == check_hidden(path.chosen["hidden"])
+    else:
+        assert model.hidden_ == small(hidden=None, dim=8, select=False, max_iterations=1).fit(*described()).hidden_
+
+
+def misleading():
+    """Pairs of few entities by groups, and features that tell nearly every entity from the others as well."""
+    rng = np.random.default_rng(1)
+    left, right = rng.integers(3, size=500), rng.integers(3, size=120)
+    pairs = sp.csr_matrix(rng.random((500, 120)) < np.where(left[:, None] == right, 0.1, 0.05)).astype(np.float32)
+    return pairs, words(left, 600, rng), words(right, 200, rng)
+
+
+def test_networks_that_follow_their_pairs_too_closely_stop_where_new_entities_rank_best():
+    data = misleading()
+    model = small(hidden=None, dim=None, l2="auto").fit(*data)
+    count, path = model.path_.chosen["max_iterations"], model.path_
+    assert count < 12  # the iterations of a fit by rules
+    assert model.history_[-1].iteration == count
+    assert (model.hidden_, model.dim_) == (check_hidden(path.chosen["hidden"]), path.chosen["dim"])
+    assert model.fit(*data, warm_start=True).history_[-1].iteration <= count
+
+
+def test_iterations_and_sizes_that_are_given_are_not_chosen():
+    model = small(hidden=(8,), dim=4, max_iterations=5).fit(*misleading())
+    assert not {"max_iterations", "hidden", "dim"} & set(model.path_.chosen)
+    assert model.history_[-1].iteration == 5
+    sized = small(hidden=(8,), dim=4).fit(*misleading())
+    assert not {"hidden", "dim"} & set(sized.path_.chosen)
+
+
+def test_the_path_of_ids_takes_no_more_iterations_than_four_fits(monkeypatch):
+    made = []
+
+    def counted(*arguments, **options):
+        result = minimize(*arguments, **options)
+        made.append(result.history[-1].iteration)
+        return result
+
+    monkeypatch.setattr(penalty_path, "minimize", counted)
+    fit = small().fit(faint()).history_[-1].iteration
+    assert made[0] == fit  # the first point converges, as its neighbours go on from it
+    assert set(made[1:-1]) == {fit // 2}  # a quarter would not do: they would still rank as the one before
+    assert sum(made) <= 4 * fit
 
 
 def test_the_error_of_held_out_right_entities_is_that_of_drawing_others(monkeypatch):
@@ -142,8 +188,10 @@ def test_the_error_of_held_out_right_entities_is_that_of_drawing_others(monkeypa
 
 def test_shapes_that_are_given_are_not_compared():
     model = small(hidden=(8,), normalize=False).fit(*described())
-    assert all(set(point.settings) == {"l2"} for point in model.path_.tried[:-2])
-    weights, half = (set(point.settings) - {"l2"} for point in model.path_.tried[-2:])
+    first, *_ = others = [set(point.settings) - {"l2", "max_iterations"} for point in model.path_.tried]
+    assert first == set()
+    assert not any(others[:-2])
+    weights, half = others[-2:]
     assert weights == {"left_weights"}
     assert half in ({"omega"}, {"left_weights", "omega"})
 

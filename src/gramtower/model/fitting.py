@@ -46,7 +46,7 @@ from gramtower.model.fit_parts import (
     start_from_outputs,
 )
 from gramtower.model.fitted import CANDIDATES, FittedModel, Selection, pattern_of
-from gramtower.model.penalty_path import HOLDS, OBJECTIVE, HeldOut, select
+from gramtower.model.penalty_path import HOLDS, KEPT, HeldOut, select
 from gramtower.model.settings import ModelSettings
 from gramtower.model.side import Side, described
 from gramtower.model.unseen import Unseen, hold_out_entities, move_expected_ids, with_feature_columns
@@ -252,10 +252,10 @@ def sized_as(settings: ModelSettings, previous: FittedModel) -> ModelSettings:
         check.fail("warm_start", f"True in {processes} processes", "False, or a fit in one process")
     if settings.towers is not None:  # their size is their own
         return settings
-    chosen = {} if previous.path is None else previous.path.chosen  # penalties that held-out data chose stay
+    chosen = {} if previous.path is None else previous.path.chosen  # what held-out data chose stays
     return settings.with_changes(
         dim=previous.dim, hidden=previous.hidden, normalize=previous.normalize, activation=previous.activation,
-        **{name: chosen[name] for name in OBJECTIVE if name in chosen and getattr(settings, name) in (None, "auto")},
+        **{name: chosen[name] for name in KEPT if name in chosen and getattr(settings, name) in (None, "auto")},
     )  # fmt: skip
 
 

@@ -7,15 +7,19 @@ show. :func:`select` holds out a part of the data, fits the rest along a path of
     features on a side           path over λ; a sample of the entities of that side is held out with all their pairs
     histories                    path over μ and λ together; pairs are held out, because known entities have them
 
-The path starts at the rule's value (defaults.py), moves up by a factor while the metric does not fall, or down
-while it improves, and is refined once between the best point and its better neighbour; the top of the polynomial
-through them is taken. Of points whose difference to the best is within one standard error of that difference, the one
-with the strongest penalty is preferred. Towers over ids start from the parameters of the point before, as glmnet does,
-and take a quarter of a fit's iterations; only the first point takes all of them, because a point that has not converged
-makes its neighbours look better. Networks over features start from scratch, because from another point they end
-elsewhere; they are narrower than those of the fit, and the rule's value stays if it is within one standard error of the
-best. Where features describe both sides, linear and normalised towers are compared at the rule's value first, and each
-point takes half of a fit's iterations.
+The path starts at the rule's value (defaults.py) and moves up by a factor while the metric does not fall, or down while
+it improves. Of points whose difference to the best is within one standard error of that difference, the one with the
+strongest penalty is preferred.
+
+Towers over ids start from the parameters of the point before, as glmnet does. The first point takes all iterations of a
+fit and the next ones half of them: after a quarter a stronger penalty still ranks like the weaker one that it started
+from. If the best point is preferred, the top of the polynomial through it and its neighbours is taken.
+
+Networks over features start from scratch, because from another point they end elsewhere, and are narrower than those of
+the fit. They are ranked after a third, a half, two thirds and all of the iterations, and the best number of them is
+chosen with the penalty: networks that follow their training pairs more closely than new entities allow stop early. The
+rule's penalty stays if it is within one standard error of the best. Where features describe both sides, linear and
+normalised towers are compared at the rule's value first.
 
 At the best penalty other objectives are compared with the default, one after the other, and a change stays if it gains
 more than one standard error: half of ω where every entity has an id, left weights by degree^0.5 and half of ω where
@@ -27,8 +31,8 @@ ranked as by ids, and features serve only to embed new ones (unseen.py).
 
 More pairs want a weaker penalty on embeddings: μ is multiplied by the share of pairs that was kept.
 From 5 million pairs on, a sample of the left entities is enough to choose by.
-Cost: with ids one fit and some five points of a quarter of a fit; with features three or four narrower fits, or up to
-nine of half the iterations where shapes are compared.
+Cost: with ids one fit and some four points of a half or a quarter of a fit; with features three or four narrower fits,
+or up to nine where shapes are compared.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.group import SINGLE, Group, agree, current_group
 from gramtower.distributed.partition import Shard
-from gramtower.engine.objective.problem import Problem
+from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.model import defaults
 from gramtower.model.feature_spec import JSON, Both, GivenFeatures, is_combination
@@ -61,20 +65,22 @@ from gramtower.model.settings import ModelSettings
 from gramtower.model.unseen import SIDES, Unseen, UnseenValidator, hold_out_entities
 from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.loop import minimize
-from gramtower.training.result import Reason
+from gramtower.training.result import Reason, Record
 
 # arguments of the objective that a path can choose
 OBJECTIVE = ("l2", "embedding_l2", "omega", "left_weights")
+KEPT = (*OBJECTIVE, "max_iterations")  # settings that fits and updates which go on from a model take from its path
 HOLDS = ("pairs", "left", "right")  # parts that select="…" can ask to hold out
 _PENALTIES = {defaults.IDS: ("embedding_l2",), defaults.FEATURES: ("l2",), defaults.HISTORIES: ("embedding_l2", "l2")}
 _SHARE, _RANKED, _LEAST = 0.1, 5_000, 50  # of an entity's pairs, and of all; most and least entities that are ranked
 _ENTITIES = 0.2  # of the entities of a side with features
 _FACTOR = {"embedding_l2": 2.0, "l2": 4.0}
 _STEPS, _FEW_STEPS = 6, 2  # points of a path in one direction: of towers over ids, and of networks over features
-_NEXT, _SHAPES = 0.25, 0.5  # share of a fit's iterations: from another point, and where shapes are compared
+_NEXT, _OTHER = 0.5, 0.25  # shares of a fit's iterations from another point: with its neighbour's penalty, its own one
+_LOOKS = (1 / 3, 1 / 2, 2 / 3, 1.0)  # shares of a fit's iterations after which networks over features are ranked
 _NARROW = {"cpu": 512, "cuda": 1024}  # hidden units of towers over features that are compared
 _WHOLE = 0.3  # power of the share of a sample that μ is multiplied by
-_SURE = 2.0  # standard errors by which features next to ids must gain to take part in training
+_SURE = 2.0  # standard errors by which features next to ids, or another λ of networks, must gain to be chosen
 _PAIRS = 5_000_000  # from which on a sample of the left entities is enough to choose by
 
 
@@ -114,13 +120,13 @@ def select(settings: ModelSettings, pairs: FitPairs, features: Both, given: Held
         return Selection(settings.metric, part.text, note=_too_few(count))
     with threads_of_fit(is_tiny(settings, data)):
         by_ids = data.ids_suffice and part.unseen is None and settings.towers is None
-        search = _Search(settings, data.by_ids() if by_ids else data, part.unseen, names)
+        search = _Search(settings, data.by_ids() if by_ids else data, part.unseen, names, pairs.shape)
         best, scale = search.run()
         searches = [search]
         if by_ids and best is not None:
-            searches.append(_Search(settings.with_changes(**best.shape.changes), data, None, names))
+            searches.append(_Search(settings.with_changes(**best.shape.changes), data, None, names, pairs.shape))
             changes = best.shape.changes
-            plain, joint = (one.point(_Shape(changes, one.data), best.exponent, None, 1.0) for one in searches)
+            plain, joint = (one.point(_Shape(changes, one.data), best.exponent) for one in searches)
             by_ids = joint.metric - plain.metric <= _SURE * search.error(joint, plain)
     tried = [Tried(point.settings, point.metric, point.standard_error) for one in searches for point in one.points]
     if best is None:
@@ -136,6 +142,10 @@ def select(settings: ModelSettings, pairs: FitPairs, features: Both, given: Held
     if "embedding_l2" in names:
         more = part.kept * part.sample**_WHOLE
         chosen["embedding_l2"] = search.problem.embedding_l2 * scale * more
+    if best.stopped_at is not None:  # after so many iterations towers of this size ranked best
+        sizes = {"hidden": best.shape.data.hidden, "dim": best.shape.data.dim} if settings.towers is None else {}
+        chosen |= {name: size for name, size in sizes.items() if getattr(settings, name) is None}
+        chosen["max_iterations"] = best.stopped_at
     return Selection(settings.metric, part.text, tried, chosen, ids_only=by_ids)
 
 
@@ -305,16 +315,27 @@ class _Point:
     standard_error: float
     values: NDArray[np.float64] | None  # whose mean the metric is: of entities, or of parts of the held-out right ones
     parameters: Parameters | None
+    stopped_at: int | None = None  # iterations after which it ranked best; None if these are all of them
 
 
 class _Search:
     """The points of a path on one part of the data."""
 
-    def __init__(self, settings: ModelSettings, data: FitData, unseen: Unseen | None, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        settings: ModelSettings,
+        data: FitData,
+        unseen: Unseen | None,
+        names: tuple[str, ...],
+        whole: tuple[int, int],
+    ) -> None:
         self.settings, self.data, self.names = settings, data, names
+        self.whole = whole  # numbers of entities of all data
         self.group, self.factor = data.shards.group, _FACTOR[names[0]]
         self.problem, self.own = self.objective(settings)
         self.measure = make_validation(settings, data, unseen)
+        held, (left, right) = None if unseen is None else unseen.side, data.features_alone
+        self.refined = left and held != "left", right and held != "right"  # held-out entities have no pairs to go by
         self.warm = data.seen != defaults.FEATURES  # networks that start warm end elsewhere than from scratch
         given = as_solver(settings.optimizer, dict(settings.solver_options()))
         self.solver = given if isinstance(given, NewtonKron) else NewtonKron()  # others end before they have converged
@@ -332,11 +353,14 @@ class _Search:
         if not max(point.metric for point in self.points) > min(point.metric for point in self.points):
             return None, 1.0
         best = max(walked, key=lambda point: point.metric)
+        if not self.warm:
+            first = next(point for point in walked if point.exponent == 0.0)
+            if best.metric - first.metric <= _SURE * self.error(first, best):
+                best = first
+            return self.alternative(best), self.factor**best.exponent
         level = [point for point in walked if best.metric - point.metric <= self.error(point, best)]
         strongest = max(level, key=lambda point: point.exponent)
         exponent = _top(walked, best) if strongest is best else strongest.exponent
-        if not self.warm and any(point.exponent == 0.0 for point in level):
-            exponent = 0.0
         return self.alternative(best), self.factor**exponent
 
     def first(self) -> _Point:
@@ -355,14 +379,14 @@ class _Search:
         return best
 
     def tried(self, changes: JSON) -> _Point:
-        return self.point(_Shape(changes, self.resized(changes)), 0.0, None)
+        return self.point(_Shape(changes, self.resized(changes)), 0.0)
 
     def walk(self, first: _Point) -> list[_Point]:
-        """Follow the penalty up while it does no harm, or down while it helps, then look once between neighbours."""
+        """Follow the penalty up while it does no harm, or down while it helps."""
         points, best, most = {0.0: first}, first, _STEPS if self.warm else _FEW_STEPS
         last = first
         while last.exponent < most:
-            last = self.point(first.shape, last.exponent + 1, last.parameters)
+            last = self.point(first.shape, last.exponent + 1, last.parameters, _NEXT)
             points[last.exponent] = last
             best = max(best, last, key=lambda point: point.metric)
             _forget(points.values(), first, best, last)
@@ -370,16 +394,11 @@ class _Search:
                 break
         last = first
         while best is last and last.exponent > -most:
-            last = self.point(first.shape, last.exponent - 1, last.parameters)
+            last = self.point(first.shape, last.exponent - 1, last.parameters, _NEXT)
             points[last.exponent] = last
             if last.metric - best.metric > self.error(last, best):
                 best = last
             _forget(points.values(), best, last)
-        around = [points[at] for at in (best.exponent - 1, best.exponent + 1) if at in points]
-        if self.warm and len(around) == 2:
-            nearer = max(around, key=lambda point: point.metric)
-            between = (best.exponent + nearer.exponent) / 2
-            points[between] = self.point(first.shape, between, best.parameters)
         return list(points.values())
 
     def alternative(self, best: _Point) -> _Point:
@@ -389,7 +408,7 @@ class _Search:
             kept = {name: value for name, value in shape.changes.items() if name in OBJECTIVE}
             default = self.problem, self.own
             self.problem, self.own = self.objective(self.settings.with_changes(**kept))
-            found = self.point(shape, best.exponent, best.parameters)
+            found = self.point(shape, best.exponent, best.parameters, _OTHER)
             if found.metric - best.metric > self.error(found, best):
                 best = found
             else:
@@ -411,40 +430,65 @@ class _Search:
         if self.warm or settings.towers is not None:
             return data
         most = _NARROW.get(data.device.type, _NARROW["cpu"])
-        left, right = ((), ()) if changes.get("hidden") == () else data.hidden
+        left, right = hidden = data.hidden
+        if self.settings.hidden is None and all(data.features_alone):
+            widths = data.inputs[0].width, data.inputs[1].width
+            left, right = hidden = defaults.default_hidden(self.whole, widths, data.device)
+        dim = data.dim
+        if settings.dim is None:
+            room = defaults.room_for_training(data.device, self.group, settings.memory_budget)
+            dim = min(most // 2, defaults.default_dim(self.whole, hidden, data.device, room))
+        if changes.get("hidden") == ():
+            left, right = (), ()
         hidden = tuple(min(width, most) for width in left), tuple(min(width, most) for width in right)
-        dim = data.dim if settings.dim is not None else min(data.dim, most // 2)
         normalize = bool(changes.get("normalize", data.normalize))
         activation = defaults.default_activation(normalize) if settings.activation is None else settings.activation
         return replace(data, hidden=hidden, dim=dim, normalize=normalize, activation=activation)
 
-    def point(self, shape: _Shape, exponent: float, start: Parameters | None, share: float | None = None) -> _Point:
-        """Fit towers of a shape at a multiple of the rule's penalties, those over ids from a start, if there is one."""
+    def point(self, shape: _Shape, exponent: float, start: Parameters | None = None, share: float = 1.0) -> _Point:
+        """Fit towers of a shape at a multiple of the rule's penalties.
+
+        Towers over ids go on from ``start``, if there is one, for a share of a fit's iterations.
+        """
         settings, problem = self.settings, self.problem
         values = {name: getattr(self.problem, name) * self.factor**exponent for name in self.names}
         problem = problem.with_penalties(**{"l2": problem.l2, "embedding_l2": problem.embedding_l2, **values})
         towers = make_towers(settings, shape.data, problem)
         if self.warm and start is not None:
             towers.load(start)
-        if share is None:
-            share = _SHAPES if all(self.data.features_alone) else 1.0 if start is None else _NEXT
-        count = max(1, round(share * iterations(settings, shape.data, problem, towers)))
-        result = minimize(problem, towers, self.solver, count, seed=settings.seed)
+        full = iterations(settings, shape.data, problem, towers)
+        count = max(1, round(share * full)) if self.warm else full
+        early = all(self.data.features_alone) and settings.max_iterations is None
+        looks = {max(1, round(part * count)) for part in _LOOKS} if early else set()
+        best: tuple[float, NDArray[np.float64] | None, int] | None = None
+
+        def look(record: Record, at: Point) -> None:
+            nonlocal best
+            if record.iteration in looks:
+                found = (*self.ranked(at), record.iteration)
+                best = found if best is None or found[0] > best[0] else best
+
+        result = minimize(problem, towers, self.solver, count, seed=settings.seed, callbacks=[look])
         if result.reason is Reason.INTERRUPTED:
             raise KeyboardInterrupt
-        at = problem.at(towers)
-        P, Q = at.P, at.right_rows
-        if self.own is not None:
-            P, Q = refine(self.own, (P, Q), self.data.features_alone)
-        assert self.measure is not None
-        scores = self.measure.scores(at, (settings.metric,), (P, Q))
-        metric, ranked = float(scores[settings.metric]), scores.per_user.get(settings.metric)
-        if isinstance(self.measure, UnseenValidator) and self.measure.side == "right":
-            # users share the ranked entities, so that those are what is drawn: pseudo-values of the jackknife
-            without = np.array(self.measure.without(at, settings.seed))
-            ranked = len(without) * metric - (len(without) - 1) * without
+        last = result.history[-1].iteration
+        if last not in looks:
+            looks.add(last)
+            look(result.history[-1], problem.at(towers))
+        assert best is not None
+        metric, ranked, iteration = best
         kept = result.parameters if self.warm else None
-        found = _Point(shape, exponent, {**shape.changes, **values}, metric, 0.0, ranked, kept)
+        stopped = {"max_iterations": iteration} if iteration < last else {}
+        found = _Point(
+            shape,
+            exponent,
+            {**shape.changes, **values, **stopped},
+            metric,
+            0.0,
+            ranked,
+            kept,
+            stopped.get("max_iterations"),
+        )
         found.standard_error = self.error(found)
         self.points.append(found)
         if settings.verbose and self.group.rank == 0:
@@ -453,6 +497,21 @@ class _Search:
             line = f"select: {text}: {settings.metric} {metric:.4f} ± {found.standard_error:.4f}"
             print(line, file=sys.stderr, flush=True)
         return found
+
+    def ranked(self, at: Point) -> tuple[float, NDArray[np.float64] | None]:
+        """The metric of held-out data at a point of a fit, and the values whose mean it is."""
+        P, Q = at.P, at.right_rows
+        if self.own is not None:
+            P, Q = refine(self.own, (P, Q), self.refined)
+        assert self.measure is not None
+        name = self.settings.metric
+        scores = self.measure.scores(at, (name,), (P, Q))
+        metric, values = float(scores[name]), scores.per_user.get(name)
+        if isinstance(self.measure, UnseenValidator) and self.measure.side == "right":
+            # users share the ranked entities, so that those are what is drawn: pseudo-values of the jackknife
+            without = np.array(self.measure.without(at, self.settings.seed))
+            values = len(without) * metric - (len(without) - 1) * without
+        return metric, values
 
     def error(self, one: _Point, other: _Point | None = None) -> float:
         """The standard error of a point's metric, or of the difference of two; 0 where it is no mean over entities."""
