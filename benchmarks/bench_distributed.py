@@ -57,7 +57,7 @@ PREDICTED = {
 FITS = {
     "linear": {"hidden": (), "select": False, "optimizer_options": {"sweeps": 0}},
     "hidden layer of 256": {"hidden": (256,), "select": False},
-    "defaults": {},  # one process moves one side at a time first, and the penalty is chosen by held-out pairs
+    "defaults": {},  # the penalty is chosen by held-out pairs
 }
 METRICS = ("recall@20", "ndcg@20", "map@5")
 SHARED = 200_000  # numbers of shared layers

@@ -35,6 +35,9 @@ MORE = {
     "newton-kron, fitted labels": ("newton-kron", {}, "fitted", torch.float64),
     "newton-kron, features": ("newton-kron", {}, "mixed", torch.float64),
     "newton-kron, linear": ("newton-kron", {"sweeps": 0}, "linear", torch.float64),  # tables: none held by all
+    "newton-kron, sweeps": ("newton-kron", {}, "linear", torch.float64),
+    "newton-kron, sweeps, fitted labels": ("newton-kron", {}, "fitted linear", torch.float64),
+    "newton-kron, sweeps, imputed": ("newton-kron", {}, "imputed linear", torch.float64),
     "lbfgs, own modules": ("lbfgs", {}, "custom", torch.float64),
     "newton-kron, weights of tensors": ("newton-kron", {}, "blocks", torch.float64),
     "newton-kron, own regularizer": ("newton-kron", {}, "curved", torch.float64),
@@ -111,9 +114,12 @@ def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
             left_weights=rng.random(m) + 0.5, right_weights=rng.random(n) + 0.5, pair_weights=rng.random(observed),
             imputed=(rng.normal(size=(m, 2)), rng.normal(size=(n, 2))),
         )  # fmt: skip
-    if features in ("degrees", "fitted"):
+    if features == "imputed linear":
+        factors = rng.normal(size=(m, 2)), rng.normal(size=(n, 2))
+        options |= dict(pair_weights=rng.random(observed), imputed=factors, loss="squared")
+    if features.startswith(("degrees", "fitted")):
         options |= dict(left_weights="degree^0.5", right_weights="degree^-0.5")
-    if features == "fitted":
+    if features.startswith("fitted"):
         options["imputed"] = "fitted"
     if features in ("blocks", "curved"):
         options["regularizer"] = {"left.0.*": 4.0, "*.bias": 0.5} if features == "blocks" else Curved()
@@ -142,7 +148,7 @@ def towers_of(problem, features, dtype):
         for tower in (drawn.left, drawn.right):
             tower[1] = own_step.Squash(6).to(dtype)
         return gt.Towers(drawn.left, drawn.right)
-    return gt.mlp_towers(problem, hidden=() if features == "linear" else (6,), dim=4, dtype=dtype)
+    return gt.mlp_towers(problem, hidden=() if features.endswith("linear") else (6,), dim=4, dtype=dtype)
 
 
 def trajectory(name, cut):
@@ -184,7 +190,8 @@ def product_bytes():
 HALVES = {
     "gd-diag": ("ids", {}),
     "newton-kron": ("ids", {}),
-    "newton-kron-linear": ("ids", dict(sweeps=0)),  # which need all pairs of a right row in one process
+    "newton-kron-secant": ("ids", dict(sweeps=0)),
+    "newton-kron-sweeps": ("ids", {}),
     "sogram-diag": ("mixed", dict(ratio=0.1, steps=4)),
 }
 
@@ -194,15 +201,16 @@ def half(folder, iterations, path, cut="even"):
     values = {}
     for name, (features, options) in HALVES.items():
         problem = problem_of(group(), features, cut)
-        linear = name.endswith("-linear")  # for more iterations: its preconditioner is kept once the value hardly falls
+        linear = name.endswith(("-secant", "-sweeps"))
         if linear:
             towers = gt.mlp_towers(problem, hidden=(), dim=4, dtype=torch.float64)
         else:
             towers = towers_of(problem, features, torch.float64)
-        most = int(iterations) * (5 if linear else 1)
+        more = {"newton-kron-secant": 5, "newton-kron-sweeps": 2}  # until a preconditioner is kept, sweeps are combined
+        most = int(iterations) * more.get(name, 1)
         checkpoint = f"{path}/{name}.safetensors"
         common = dict(seed=3, checkpoint=checkpoint, checkpoint_every=2, validation=lambda point: -point.value)
-        method = name.removesuffix("-linear")
+        method = name.removesuffix("-secant").removesuffix("-sweeps")
         result = gt.minimize(problem, towers, method, max_iterations=most, **common, **options)
         values[name] = [record.value for record in result.history]
     return values
@@ -312,14 +320,30 @@ def misbehave(folder, how):
 
 
 def selected_fit(folder, partition):
-    """The penalty that held-out pairs choose: of whole data, and of a folder of parts."""
+    """Fits by default settings: whole data, and a folder of parts; the penalty that held-out pairs choose, and more."""
     from gramtower.distributed.partition import read_part
 
-    given = {"whole": gt.Interactions.from_parquet(partition, 0, 1), "parts": read_part(partition)}
-    return {
-        name: gt.TwoTower(dim=16, device="cpu", optimizer_options={"sweeps": 0}).fit(data).embedding_l2_
-        for name, data in given.items()
-    }
+    folder.mkdir(exist_ok=True)
+    found = {}
+    for name, data in {
+        "whole": gt.Interactions.from_parquet(partition, 0, 1),
+        "parts": read_part(partition),
+    }.items():
+        model = gt.TwoTower(dim=16, device="cpu").fit(data)
+        model.save(folder / f"{name}.gramtower")
+        found[name] = {"embedding_l2": model.embedding_l2_, "values": [record.value for record in model.history_]}
+    return found
+
+
+def default_tables(folder):
+    """θ after a run by default settings over two tables in float64, rows of all processes, and the passes over O."""
+    problem = problem_of(group(), "linear", m=240, n=180, observed=3000)
+    towers = gt.mlp_towers(problem, hidden=(), dim=8, dtype=torch.float64)
+    result = gt.minimize(problem, towers, max_iterations=gt.optim.NewtonKron().default_iterations(problem, towers) or 1)
+    shards = problem.shards
+    left, right = (tower[0].weight.detach() for tower in (towers.left, towers.right))
+    whole = shards.group.gather_rows(left, shards.left.counts).wait(), shards.gather(right).wait()
+    return {"tables": [table.tolist() for table in whole], "iterations": len(result.history) - 1}
 
 
 def shares_of(folder, *partitions):

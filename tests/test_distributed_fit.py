@@ -44,6 +44,15 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
         shared_fits.half(None, 4, tmp_path / "incomplete")
 
 
+def test_default_settings_lead_one_and_several_processes_to_the_same_parameters(tmp_path):
+    alone = shared_fits.default_tables(None)
+    for size in (2, 3):
+        for found in run_group("shared_fits:default_tables", size, tmp_path / str(size)):
+            assert found["iterations"] == alone["iterations"] == 12  # sweeps, in all of them
+            for table, expected in zip(found["tables"], alone["tables"], strict=True):
+                np.testing.assert_allclose(table, expected, rtol=0, atol=1e-6)
+
+
 def test_the_estimator_learns_evaluates_and_saves_the_same_model(tmp_path):
     split = random_pairs(shared_fits.interactions(str), 0.2, seed=0)  # whose text joins the numbers of the whole data
     write_partition(split.train, tmp_path / "parts", 5)

@@ -373,12 +373,19 @@ def test_a_large_set_is_chosen_for_by_a_sample_of_its_left_entities(monkeypatch)
 
 def test_several_processes_choose_what_one_does(tmp_path):
     write_partition(gt.Interactions.from_matrix(faint()), tmp_path / "parts", 4)
-    alone = shared_fits.selected_fit(tmp_path, tmp_path / "parts")
+    alone = shared_fits.selected_fit(tmp_path / "alone", tmp_path / "parts")
     many = run_group("shared_fits:selected_fit", 2, tmp_path / "many", tmp_path / "parts")
     assert many[0] == many[1]
-    for found in (many[0], alone):
-        assert found["whole"] == pytest.approx(found["parts"], rel=1e-3)
-    assert many[0]["whole"] == pytest.approx(alone["whole"], rel=1e-3)
+    expected = alone["whole"]
+    for found in (alone["parts"], *many[0].values()):
+        assert found["embedding_l2"] == pytest.approx(expected["embedding_l2"], rel=1e-6)
+        assert found["values"] == pytest.approx(expected["values"], rel=1e-5)
+    one, *others = (
+        gt.load(tmp_path / where) for where in ("alone/whole.gramtower", "many/whole.gramtower", "many/parts.gramtower")
+    )
+    for model in others:
+        for side, ids in (("left", one.left_.ids), ("right", one.right_.ids)):
+            np.testing.assert_allclose(model.embed(ids, side), one.embed(ids, side), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64])

@@ -7,7 +7,7 @@ matrix (eq:general_G) is
     A_i = ω a_i Q_c + Σ_j∈O_i ∂²ℓ⁺_ij q_j q_jᵀ + (λ + μ c_i) I
 
 and likewise on the right. In the eigenbasis of Q_c everything except the observed pairs is diagonal, so that a row
-needs no k × k matrix, only two to four steps of conjugate gradient over its pairs (kernels/reference.py). If labels are
+needs no k × k matrix, only two steps of conjugate gradient over its pairs (kernels/reference.py). If labels are
 fitted, the right rows are centred and their steps keep their mean: b_j times the mean gradient is subtracted from each
 gradient.
 
@@ -18,9 +18,14 @@ last few θ_i and their sweeps to
 
 The combination is accepted if its value is below that after the first half of the sweep; otherwise the sweep itself is
 used, with its steps halved if they are too long for a loss that is not quadratic, and the earlier sweeps are discarded.
-If no step of the sweep decreases L, the method falls back to secant steps, which are also used over several processes.
+If no step of the sweep decreases L, the method falls back to secant steps.
 
-Cost of an iteration: two values, two more passes over O for the rows' systems, and a pass over the earlier sweeps.
+Over several processes the sweeps are the same up to rounding. A process holds all pairs of its left rows, and solves
+them by itself. The pairs of a right row are spread, so that all processes take each of its steps together: they gather
+the directions of all right rows, and reduce-scatter the products.
+
+Cost of an iteration: two values, two more passes over O for the rows' systems, and a pass over the earlier sweeps. Over
+several processes there are five more passes, and each sends 2 gathers and 4 reduce-scatters of n × k more.
 Memory: two vectors of θ's size for each earlier sweep, and four during a sweep.
 """
 
@@ -53,7 +58,7 @@ _LEAST, _TINY = 1e-7, 1e-12  # least shift of a row, of the largest eigenvalue, 
 def solves_rows(problem: Problem, towers: Towers) -> bool:
     """Whether two embedding tables, one for each side, are all that is trained and can be solved by rows here."""
     plan, kernels = problem.plan(towers), select(towers.device, problem.kernels)
-    if not kernels.SOLVES_ROWS or plan.streamed is not None or problem.shards.group.size > 1:
+    if not kernels.SOLVES_ROWS or plan.streamed is not None:
         return False
     names, psi = [*towers.local_names("left").values(), *towers.local_names("right").values()], problem.regularizer
     tables = all(plan.needs.viewed) and all(len(towers.local_names(side)) == 1 for side in ("left", "right"))
@@ -69,12 +74,14 @@ def row_step(
     Each row takes at most ``steps`` steps of conjugate gradient, and ends at a relative residual of ``tolerance``. Both
     matrices of ``scratch``, of the sizes of the left and the right table, are overwritten.
     """
-    c = at.constants
-    own, E, F = (c.left, at.P, at.Q) if side == 0 else (c.right, at.Q, at.P)
+    c, group = at.constants, at.constants.shards.group
+    own, E, F = (c.left, at.P, at.right_rows) if side == 0 else (c.right, at.Q, at.P)
     gramian, cross = at.gramians[0][1 - side], at.gramians[1][1 - side]
     values, vectors = torch.linalg.eigh(gramian)
+    group.broadcast_(values), group.broadcast_(vectors.t())  # one basis for all processes; columns are contiguous
     V = vectors.to(E.dtype)
-    y, B = torch.mm(E, V, out=scratch[side]), torch.mm(F, V, out=scratch[1 - side])
+    y = torch.mm(E, V, out=scratch[side])
+    B = torch.mm(F, V, out=scratch[1 - side] if len(F) == len(scratch[1 - side]) else None)
     spectrum = at.scaled(values.clamp_min(0))
     l2 = at.table_ridge(side)
     shift = E.new_full((len(E),), l2) if own.penalty is None else own.penalty + l2
@@ -85,9 +92,9 @@ def row_step(
         pull = (_mean_gradient(at) @ V)[None, :]
     systems = RowSystems(y, pull, weight, spectrum, shift, steps, tolerance)
     norms: list[Tensor] = []
-    at.visit(lambda block: norms.append(block.solve(side, B, systems)))
+    at.visit(lambda block: norms.append(block.solve(side, B, systems, c.shards)))
     torch.addmm(E, y, V.t(), out=out)
-    return float(norms[0])
+    return group.totals(float(norms[0]))[0]
 
 
 def _mean_gradient(at: Evaluation) -> Tensor:
@@ -96,14 +103,14 @@ def _mean_gradient(at: Evaluation) -> Tensor:
 
     def add(block: LeftBlock) -> None:
         slopes = block.P.new_zeros(len(block.P), 1)
-        block.left_sum(block.observed.slopes, slopes.new_ones(len(at.Q), 1), slopes)
+        block.left_sum(block.observed.slopes, slopes.new_ones(len(at.right_rows), 1), slopes)
         total.add_(column_sums(block.P, slopes[:, 0]))
 
     at.visit(add, by_columns=False)
     if c.right.penalty is not None:
         total.add_(column_sums(at.Q, c.right.penalty))
     assert c.fitted_total is not None
-    return (total / c.fitted_total).to(at.Q.dtype)
+    return (c.shards.group.sum_(total) / c.fitted_total).to(at.Q.dtype)
 
 
 class Sweeps(Stateful):
@@ -121,8 +128,12 @@ class Sweeps(Stateful):
         """Whether both towers are embedding tables whose rows can be solved, and the memory suffices."""
         if self.memory == 0 or not solves_rows(problem, towers):
             return False
+        plan, group = problem.plan(towers), problem.shards.group
         numbers = (2 * self.memory + 1) * towers.size + 2 * len(problem.pairs)  # slopes and curvatures of pairs
-        return problem.plan(towers).spare_bytes >= towers.dtype.itemsize * numbers
+        if group.size > 1:  # squares of left rows, and systems of right rows all at once
+            numbers += plan.needs.columns * (plan.needs.rows[0] + 8 * plan.needs.rows[1])
+        fits = plan.spare_bytes >= towers.dtype.itemsize * numbers
+        return group.totals(fits)[0] == group.size  # all processes, or none
 
     def forget(self) -> None:
         """Discard the earlier sweeps."""
@@ -166,7 +177,8 @@ class Sweeps(Stateful):
         count = len(ends)
         square = torch.empty(count, count, dtype=torch.float64)
         square[:-1, :-1] = self.square
-        square[-1] = square[:, -1] = _last_products(starts, ends, name)
+        products = _last_products(starts, ends, name).tolist()
+        square[-1] = square[:, -1] = torch.tensor(end.layout.group.totals(*products), dtype=torch.float64)
         self.starts, self.ends = starts[-self.memory :], ends[-self.memory :]
         self.square = square[-self.memory :, -self.memory :]
         if count == 1:
@@ -241,7 +253,7 @@ class SweepsFirst(Method):
     def __init__(self, sweeps: Sweeps, descent: Descent) -> None:
         self.sweeps, self.descent = sweeps, descent
         self.chosen = ""  # until the first iteration
-        self._checked = False  # whether the choice suits the problem; a run may be resumed in several processes
+        self._checked = False  # whether the choice suits the problem; a run may be resumed elsewhere
 
     def iterate(self, problem: Problem, towers: Towers, point: Point) -> IterationResult:
         if not self._checked and self.chosen != "descent":

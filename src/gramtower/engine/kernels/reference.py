@@ -83,7 +83,7 @@ class RowSystems:
     tolerance: float  # relative residual at which a row's ends
 
 
-def _solve(
+def solve_rows(
     rows: RowSystems,
     x: Tensor,
     c: Tensor,
@@ -93,7 +93,8 @@ def _solve(
 ) -> Tensor:
     """Solve all rows at once, with the numbers x and c of each pair and the other side's embeddings B.
 
-    ``dots(D)`` are d_i · b_j of each pair, and ``add_sum(z, E, out)`` adds Σ_j z_ij e_j to out_i.
+    ``dots(D)`` are d_i · b_j of each pair, and ``add_sum(z, E, out)`` adds Σ_j z_ij e_j to out_i. Where a row's pairs
+    are spread over processes, ``add_sum`` adds those of all.
     """
     base = torch.outer(rows.weight, rows.spectrum) + rows.shift[:, None]
     g, diagonal = base * rows.y - rows.weight[:, None] * rows.pull, base.clone()
@@ -121,12 +122,12 @@ def _solve(
 
 def solve_left(pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor:
     """For each left row i, A_i s_i ≈ −g_i by conjugate gradient over its own diagonal; returns Σ ‖g_i‖², s over y."""
-    return _solve(rows, x, c, lambda D: dots(pairs, D, B), partial(left_sum, pairs), B)
+    return solve_rows(rows, x, c, lambda D: dots(pairs, D, B), partial(left_sum, pairs), B)
 
 
 def solve_right(pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor:
     """The same for each right row j, with A gathered."""
-    return _solve(rows, x, c, lambda D: dots(pairs, A, D), partial(right_sum, pairs), A)
+    return solve_rows(rows, x, c, lambda D: dots(pairs, A, D), partial(right_sum, pairs), A)
 
 
 def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:

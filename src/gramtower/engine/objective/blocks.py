@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs
+from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.kernels.elementwise import LossTerms, Observed
 from gramtower.engine.kernels.layout import Order
-from gramtower.engine.kernels.reference import RowSystems
+from gramtower.engine.kernels.reference import RowSystems, solve_rows
 from gramtower.engine.objective.constants import PairConstants
 from gramtower.engine.objective.formulas import Side
 from gramtower.engine.towers.linearization import Linearization
@@ -101,11 +102,25 @@ class LeftBlock:
         self._kernels.right_sum(self._pairs, x, A, out)
         self.passes += A.shape[1] / self._Q.shape[1]
 
-    def solve(self, side: int, others: Tensor, systems: RowSystems) -> Tensor:
-        """The systems of these rows, or of the right ones: steps, and the square of their gradient's norm."""
-        solve = (self._kernels.solve_left, self._kernels.solve_right)[side]
-        self.passes += 1  # the further ones are out of the cache
-        return solve(self._pairs, self.observed.slopes, self.observed.curvatures, others, systems)
+    def solve(self, side: int, others: Tensor, systems: RowSystems, shards: Shards) -> Tensor:
+        """The systems of these rows, or of the right ones: steps, and the square of their gradient's norm.
+
+        The pairs of a right row are spread over the processes, which solve its system together: 2 + 2 · steps passes.
+        """
+        x, c = self.observed.slopes, self.observed.curvatures
+        if side == 0 or shards.single:
+            solve = (self._kernels.solve_left, self._kernels.solve_right)[side]
+            self.passes += 1  # the further ones are out of the cache
+            return solve(self._pairs, x, c, others, systems)
+
+        def dots(rows: Tensor) -> Tensor:
+            self.passes += 1
+            return self._kernels.dots(self._pairs, others, shards.gather(rows).wait())
+
+        def add_sum(z: Tensor, E: Tensor, out: Tensor) -> None:
+            shards.add_right_sum(out, lambda total: self.right_sum(z, E, total)).wait()
+
+        return solve_rows(systems, x, c, dots, add_sum, others)
 
 
 class PairBlocks:

@@ -136,18 +136,18 @@ class Evaluation:
                 parts[:] = [parts[0] + part] if parts else [part]
 
         self.visit(add, by_columns=False)
-        left, right = self._taken.get(0) or parts[0], self._taken.get(1)
-        if right is None:
+        if 1 not in self._taken:
             with products_in(self.constants.precision):
-                right = side_sums(self.constants.right, self.Q)
+                parts.append(side_sums(self.constants.right, self.Q))
         observed = values[0] if len(values) == 1 else torch.stack(values).sum()
-        local = *left.tensors(), *right.tensors(), observed
-        P, hP, p, Q, hQ, q, observed = self.constants.shards.group.sum_all(*local)
-        return (SideSums(P, hP, p), SideSums(Q, hQ, q)), observed
+        local = [tensor for part in parts for tensor in part.tensors()]
+        *totals, observed = self.constants.shards.group.sum_all(*local, observed)
+        found = iter([SideSums(*totals[i : i + 3]) for i in range(0, len(totals), 3)])
+        left, right = (self._taken[side] if side in self._taken else next(found) for side in (0, 1))
+        return (left, right), observed
 
     def take_sums(self, side: int, other: Evaluation) -> None:
-        """Take another evaluation's sums of a side, 0 for the left one, that is the same there; in one process."""
-        assert self.constants.shards.group.size == 1
+        """Take another evaluation's sums of a side, 0 for the left one, that is the same there."""
         self._taken[side] = other._side_sums[0][side]
 
     def scaled(self, gramian: Tensor) -> Tensor:
