@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from gramtower.data.datasets import planted_pairs
 from gramtower.data.pairs import from_sparse
 from gramtower.engine.kernels import gpu, layout, reference
 from gramtower.engine.kernels.elementwise import LOSSES, LossTerms, activation_of
+from gramtower.engine.objective.formulas import gram
 from gramtower.engine.objective.planning import Streamed
 
 GPU = torch.cuda.is_available()  # conftest.py asks for the interpreter where there is none
@@ -284,21 +287,69 @@ def test_whole_engine_agrees_with_the_reference(loss, dtype, monkeypatch):
         assert float((mine - wanted).norm()) <= near * float(wanted.norm())
 
 
-@pytest.mark.skipif(not GPU, reason="no GPU: 64-bit offsets need gigabytes and a real device")
-def test_offsets_past_two_to_the_thirty_one():
-    rows, k = 2**31 // 256 + 10, 256
-    last = sp.csr_matrix(([1.0, 1.0], ([rows - 1, rows - 2], [0, 1])), shape=(rows, 2))
-    pairs = from_sparse("pairs", last)[0].to(DEVICE)
-    A = torch.zeros(rows, k, device=DEVICE)
-    A[-2:] = 1.0
-    B = torch.arange(2.0, device=DEVICE)[:, None].expand(2, k).contiguous() + 1
-    assert gpu.dots(pairs, A, B).tolist() == [2.0 * k, 1.0 * k]
-    out = torch.zeros(2, k, device=DEVICE)
-    gpu.right_sum(pairs, torch.ones(2, device=DEVICE), A, out)
-    assert torch.equal(out, torch.ones_like(out))
-    gpu.left_sum(pairs, torch.ones(2, device=DEVICE), B, A)
-    assert float(A[-1, 0]) == 2.0
-    assert np.isclose(float(A[-2, 0]), 3.0)
+FAR, WIDE = 2**31 // 256 + 10, 256  # rows and columns of a matrix with more than 2³¹ numbers
+
+
+def far_rows(path, last):
+    """A matrix whose last rows are given; on a CPU in a file that takes no room for the zeros before them."""
+    if GPU:
+        matrix = torch.zeros(FAR, WIDE, device=DEVICE)
+    else:
+        matrix = torch.from_numpy(np.memmap(path, np.float32, "w+", shape=(FAR, WIDE)))
+    matrix[-len(last) :] = last
+    return matrix
+
+
+def all_passes(pairs, P, W, Q, H, zeros):
+    """The results of every pass over pairs; ``zeros(matrix)`` is a place for a sum."""
+    x = torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
+    one, none = torch.ones(len(pairs), device=DEVICE), torch.zeros(2, device=DEVICE)
+    terms = LossTerms(LOSSES["logistic"], one, 0.0, 0.0, None, None, none)
+    sums = [zeros(matrix) for matrix in (P, P, P, P, Q)]
+    gpu.left_sum(pairs, x, Q, sums[0])
+    bent = gpu.curvature_left(pairs, x, P, W, Q, H, sums[1])
+    slopes = gpu.loss_left(pairs, P, Q, terms, sums[2])[0]
+    curved = gpu.loss_left(pairs, P, Q, terms, sums[3], (W, H))[0]
+    gpu.right_sum(pairs, x, P, sums[4])
+    return [gpu.dots(pairs, P, Q), bent, slopes, curved, *(matrix[-2:] for matrix in sums)]
+
+
+@pytest.mark.parametrize("pieces", [512, 1], ids=["one piece a row", "a piece for each pair"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_offsets_past_two_to_the_thirty_one(side, pieces, monkeypatch, tmp_path):
+    """The last rows of a long matrix, against the same pairs of few rows."""
+    monkeypatch.setattr(layout, "LONGEST", pieces)
+    monkeypatch.setattr(layout, "SHORTEST", pieces)
+    drawn = torch.Generator().manual_seed(0)
+    near = [torch.randn(2, WIDE, generator=drawn).to(DEVICE) for _ in range(4)]  # P, W, Q, H
+    files = (tmp_path / str(number) for number in itertools.count())
+    far = [far_rows(next(files), M) if (number < 2) == (side == "left") else M for number, M in enumerate(near)]
+    rows, columns = np.array([0, 1, 1]), np.array([1, 0, 1])
+    found = []
+    for P, W, Q, H in (near, far):
+        places = rows + len(P) - 2, columns + len(Q) - 2
+        pairs = from_sparse("pairs", sp.csr_matrix((np.ones(3), places), (len(P), len(Q))))[0].to(DEVICE)
+        found.append(
+            all_passes(
+                pairs, P, W, Q, H, lambda M: far_rows(next(files), 0 * M[-2:]) if len(M) == FAR else torch.zeros_like(M)
+            )
+        )
+    assert all(float(result.abs().max()) > 0 for result in found[0])
+    for expected, result in zip(*found, strict=True):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not GPU, reason="no GPU: these visit every number of a matrix with more than 2³¹ of them")
+def test_sums_and_products_of_matrices_with_more_than_two_to_the_thirty_one_numbers():
+    rows, k = 2**31 // 32 + 10, 32
+    P = torch.zeros(rows, k, device=DEVICE)
+    P[-2:] = 1.0
+    flat = P.view(-1)
+    assert float(gpu.inner(flat, flat)) == 2 * k
+    assert gpu.column_sums(P, dtype=torch.float64).tolist() == [2.0] * k
+    assert torch.equal(gram(P, P), torch.full((k, k), 2.0, dtype=torch.float64, device=DEVICE))
+    assert torch.equal(torch.mm(P, torch.eye(k, device=DEVICE))[-2:], P[-2:])
+    assert float(torch.cat([flat, flat[-k:]])[-1]) == float(torch.add(flat, flat, alpha=-0.5)[-1]) + 0.5 == 1.0
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 300])
