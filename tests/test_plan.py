@@ -18,6 +18,7 @@ from test_kernels import assert_same, make_operands, make_pairs, run
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
 from gramtower.engine.kernels import gpu, layout, programs
+from gramtower.engine.objective import problem as problems
 from gramtower.engine.objective.planning import Streamed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is measured by benchmarks/bench_scale.py")
@@ -74,6 +75,10 @@ SHAPES = {
         lambda: planted_pairs(6000, 2000, 100_000), (), 32, {}, {"ROW_BLOCK": 500, "LINES": 1000}
     ),
     "no blocks": (lambda: planted_pairs(8000, 3000, 60_000), (), 32, {}, {"ROW_BLOCK": 100, "LINES": 1000}),
+    "few pairs": (
+        lambda: planted_pairs(6900, 5900, 47_700), (), 32, {"embedding_l2": 0.01},
+        {"ROW_BLOCK": 100, "LINES": 1000},
+    ),
     "wide": (lambda: planted_pairs(1200, 900, 20_000), (), 256, {}, {}),
     "hidden layers": (lambda: planted_pairs(5000, 2000, 40_000), (64, 48, 32), 24, {}, {}),
     "sparse features": (
@@ -117,6 +122,27 @@ def test_the_smallest_budget_is_kept(name, monkeypatch):
     )
     assert 0.5 * plan.budget < peak <= plan.budget
     assert plan.bytes <= plan.budget
+
+
+def test_a_default_budget_that_no_plan_keeps_becomes_most_of_what_is_free(monkeypatch):
+    def planned(free):
+        monkeypatch.setattr(problems, "free_memory", lambda device: free)
+        monkeypatch.setattr(problems, "default_budget", lambda device: free // 2)
+        problem = gt.Problem(planted_pairs(6000, 5000, 30_000), kernels="triton")
+        problem.graphs = False
+        towers = gt.mlp_towers(problem, (), 32)
+        plan = problem.plan(towers)
+        assert problem.plan(towers) is plan
+        return plan
+
+    roomy = planned(10**12)
+    assert roomy.budget == 5 * 10**11
+    tight = planned(int(1.2 * roomy.needs.resident))
+    assert roomy.needs.least > 0.6 * roomy.needs.resident  # half of what is free is too little, all of it is not
+    assert tight.streamed is None
+    assert tight.bytes <= tight.budget <= 1.08 * roomy.needs.resident
+    scarce = planned(int(1.05 * roomy.needs.least))
+    assert scarce.budget == int(1.05 * roomy.needs.least) * 9 // 10
 
 
 @pytest.mark.parametrize("name", ["vectors", "hidden layers"])

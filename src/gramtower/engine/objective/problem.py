@@ -226,10 +226,10 @@ class Problem:
             sorted CSR matrix); None for ones.
         regularizer: another Ψ: a :class:`BlockRidge` or its weights, or a :class:`Regularizer` of your own.
         memory_budget: bytes that training by newton-kron may take beyond the data and the towers, such as "512MB"; None
-            for half of what is free. To stay below it, towers run in row blocks and recompute. A budget that cannot be
-            kept is refused, with the smallest that can. On a GPU θ counts as well; left entities go block by
-            block through the whole evaluation, and pairs are sent from host memory, as far as it takes. ``lbfgs`` keeps
-            two vectors of θ's size for each step it remembers, beyond the budget.
+            for half of what is free, on a GPU more if that is too little. To stay below it, towers run in row blocks
+            and recompute. A budget that cannot be kept is refused, with the smallest that can. On a GPU θ counts as
+            well; left entities go block by block through the whole evaluation, and pairs are sent from host memory, as
+            far as it takes. ``lbfgs`` keeps two vectors of θ's size for each step it remembers, beyond the budget.
         kernels: "auto", or a pair-kernel backend by name ("numba", "triton", "reference").
         precision: of matrix products on a GPU: "float32", or "tf32", which is faster and rounds their inputs to ten
             bits.
@@ -415,6 +415,7 @@ class Problem:
                 self.regularizer.check_names(list(towers.parameters()))
             needs = self._footprint(towers)
             self._check_memory(towers, needs)
+            key = self._raised_budget(towers, needs), *key[1:]
             self._plans[towers] = known = key, make_plan(key[0], needs, *key[1:4])
         return known[1]
 
@@ -534,3 +535,11 @@ class Problem:
             sharing = self.shards.group.local_size if towers.device.type == "cpu" else 1
             self.planned_budgets[towers.device] = default_budget(towers.device) // sharing
         return self.planned_budgets[towers.device]
+
+    def _raised_budget(self, towers: Towers, needs: Footprint) -> int:
+        """The budget; half of what is free on a GPU becomes up to nine tenths if no plan could keep to it."""
+        budget = self.planned_budgets[towers.device]
+        if self.memory_budget is None and self.shards.single and not needs.on_cpu and budget < needs.least:
+            budget = max(budget, min(needs.resident + needs.recomputed, free_memory(towers.device) * 9 // 10))
+            self.planned_budgets[towers.device] = budget
+        return budget
