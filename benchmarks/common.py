@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -14,10 +15,15 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 
+from gramtower._util.compiled import compiled
 from gramtower._util.files import write_text
+from gramtower._util.host import parallel_for
 from gramtower.experiments.run_store import environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
+_SCALE = 1.0 / (1 << 53)
+_FIRST = 10.0  # added to ranks, so that the most popular entity does not have most pairs
+_OWN = 0.6  # share of draws from the row's own group
 
 
 def median_seconds(function: Callable[[], Any], repeats: int = 9, warmup: int = 2) -> float:
@@ -85,6 +91,90 @@ def random_pairs(m: int, n: int, count: int, device: torch.device, seed: int = 0
     counts = torch.bincount(keys // n, minlength=m)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).cpu().numpy()
     return sp.csr_matrix((np.ones(count, np.float32), columns, offsets), shape=(m, n))
+
+
+def grouped_pairs(m: int, n: int, count: int, groups: int = 64, seed: int = 0) -> sp.csr_matrix:
+    """Exactly ``count`` different pairs, made by all cores; ``count`` is at least m, and far below m · n.
+
+    Left entities have log-normal numbers of pairs, at least one each. Right entities are drawn with probabilities that
+    fall with the power 3/4 of their rank; three of five draws are from the group of the left entity, so that a low
+    rank explains most pairs. Every row has a generator of its own, seeded by its number, so that the pairs do not
+    depend on the number of threads. Cost: some 0.2 µs for each pair and core, 12 bytes for each pair, 28 for each row.
+    """
+    most = max(1, min(n // 4, 400))
+    bounds = [*range(0, m, 1 << 16), m]
+    weights = np.empty(m, np.float32)
+    parallel_for(lambda low, high: _draw_weights(low, high, seed, weights), bounds)
+    weights *= (count - m) / weights.sum(dtype=np.float64)
+    counts = np.minimum(1 + weights.astype(np.int64), most)
+    while (missing := count - int(counts.sum())) > 0:
+        able = np.flatnonzero(counts < most)[:missing]
+        if not len(able):
+            raise ValueError(f"count: got {count}, expected at most {m * most}")
+        counts[able] += 1
+    offsets = np.zeros(m + 1, np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    factor = int(0.618 * n) | 1  # spreads popular entities over all numbers
+    while math.gcd(factor, n) > 1:
+        factor += 2
+    columns = np.empty(count, np.int32)
+    parallel_for(lambda low, high: _draw_columns(low, high, seed, n, groups, factor, offsets, columns), bounds)
+    return sp.csr_matrix((np.ones(count, np.float32), columns, offsets), shape=(m, n))
+
+
+@compiled(nogil=True, inline="always")
+def _next(state):
+    """The next state of splitmix64, and a number from 0 to 1 made of it."""
+    state += np.uint64(0x9E3779B97F4A7C15)
+    z = state
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return state, np.float64(z >> np.uint64(11)) * _SCALE
+
+
+@compiled(nogil=True, inline="always")
+def _seeded(seed, row):
+    state, _ = _next(np.uint64(seed) * np.uint64(0xD1342543DE82EF95) + np.uint64(row) * np.uint64(0xA24BAED4963EE407))
+    return state
+
+
+@compiled(nogil=True)
+def _draw_weights(low, high, seed, weights):
+    """Log-normal numbers of the rows ``low`` to ``high``."""
+    for i in range(low, high):
+        state = _seeded(seed + 1, i)
+        state, u = _next(state)
+        state, v = _next(state)
+        weights[i] = np.exp(np.sqrt(-2.0 * np.log(1.0 - u)) * np.cos(2.0 * np.pi * v))
+
+
+@compiled(nogil=True)
+def _draw_columns(low, high, seed, n, groups, factor, offsets, columns):
+    """Different columns for each of the rows ``low`` to ``high``, increasing."""
+    first = _FIRST**0.25
+    width = (n + _FIRST) ** 0.25 - first
+    for i in range(low, high):
+        state, own = _seeded(seed, i), i % groups
+        start, end, e = offsets[i], offsets[i + 1], offsets[i]
+        while e < end:
+            state, u = _next(state)
+            root = first + u * width
+            root *= root
+            rank = min(n - 1, np.int64(root * root - _FIRST))
+            state, u = _next(state)
+            if u < _OWN and rank - rank % groups + own < n:
+                rank += own - rank % groups
+            j = rank * factor % n
+            place = e
+            while place > start and columns[place - 1] > j:
+                place -= 1
+            if place > start and columns[place - 1] == j:
+                continue
+            for after in range(e, place, -1):
+                columns[after] = columns[after - 1]
+            columns[place] = j
+            e += 1
 
 
 def write_result(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:

@@ -7,7 +7,9 @@ import importlib
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -59,3 +61,27 @@ def test_ratios_are_default_over_the_best_of_the_others(solvers):
         "dim": 2,
         "runs": {k: {"seconds": r["seconds"], "lowest": r["curve"][-1][1]} for k, r in runs.items()},
     }
+
+
+def test_generated_pairs_are_as_many_as_asked_for_and_different_for_any_number_of_threads(solvers):
+    grouped_pairs = importlib.import_module("common").grouped_pairs
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(grouped_pairs(70_000, 900, 500_000, groups=8))
+    finally:
+        torch.set_num_threads(before)
+    one, two = found
+    assert (one != two).nnz == 0
+    assert (one.shape, one.nnz) == ((70_000, 900), 500_000)
+    for row in (0, 65_535, 65_536, 69_999):
+        columns = one[row].indices
+        assert (np.diff(columns) > 0).all()
+        assert 1 <= len(columns) <= 225
+    assert one.indices.min() >= 0
+    popular = np.sort(one.getnnz(0))[::-1]
+    assert popular[0] > 5 * popular[450] > 0  # skewed
+    shared = (one[:4000] @ one[:4000].T).toarray()  # rows of a group share more columns than others
+    same = np.equal.outer(np.arange(4000) % 8, np.arange(4000) % 8) & ~np.eye(4000, dtype=bool)
+    assert shared[same].mean() > 1.5 * shared[~same & ~np.eye(4000, dtype=bool)].mean()
