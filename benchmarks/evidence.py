@@ -27,6 +27,7 @@ import argparse
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -83,6 +84,8 @@ LONGER = {  # by name only: beyond the hour, or for what changes rarely
     "reading": Step("bench_reading.py csv", 10),
     "setup": Step("bench_setup.py --threads 1 2", 20),
     "scale": Step("bench_scale.py --size 2Mx200k --device cpu", 30),
+    "scale-fits": Step("bench_scale.py --fit 40Mx10k 69Mx59M", 9),  # on a GPU
+    "scale-selection": Step("bench_scale.py --selection", 5),  # on a GPU
     "distributed": Step("bench_distributed.py all", 30),
     "new-items": Step(f"bench_new_items.py {DATA}/ml-1m --known", 30),
     "labels": Step(f"features/labels.py --data {DATA}", 60),
@@ -239,6 +242,36 @@ def table_lead(*sections: str) -> list[list[str]]:
             f"{best}, {others[best]['relative_difference']:.2f} above",
         ])  # fmt: skip
     return rows
+
+
+def table_fits(*sizes: str) -> list[list[str]]:
+    """Large fits on one GPU: how long an iteration takes, how much memory, and the objective."""
+    names = {
+        "seconds for an iteration": lambda one: f"{one['iteration_seconds']:.2f} s",
+        "peak GPU memory, tensors": lambda one: f"{one['gpu_peak_bytes'] / 1e9:.1f} GB",
+        "peak GPU memory, with the allocator's": lambda one: f"{one['gpu_reserved_bytes'] / 1e9:.1f} GB",
+        "memory budget; planned": lambda one: f"{one['memory_budget']}; {one['planned_bytes'] / 1e9:.1f} GB",
+        "peak host memory": lambda one: f"{one['host_peak_bytes'] / 1e9:.1f} GB",
+        "objective, at the start and at the end": lambda one: f"{one['values'][0]:.4g}, {one['objective']:.4g}",
+        "whole run: pairs, set-up, iterations": lambda one: f"{one['total_seconds']:.0f} s",
+    }
+    found = [load("scale").get(f"fit-{size}-cuda") for size in sizes]
+    rows = [["", *(size.replace("x", " × ").replace("k", " k").replace("M", " M") for size in sizes)]]
+    for name, cell in names.items():
+        rows.append([name, *("not run yet" if one is None else cell(one) for one in found)])
+    return rows
+
+
+def table_selection_price() -> list[list[str]]:
+    """Seconds of a fit with and without selection at 100 M pairs on one GPU."""
+    found = load("scale").get("selection-100M-cuda")
+    if found is None:
+        return [["fit of 100 M pairs", "seconds"], ["with selection, without", "not run yet"]]
+    seconds = {name: statistics.median(times) for name, times in found["seconds"].items()}
+    return [["fit of 100 M pairs", "seconds", "embedding penalty", "points tried"]] + [
+        [title, f"{seconds[name]:.1f}", f"{found[name]['embedding_l2']:.3g}", str(len(found[name]["tried"]))]
+        for title, name in (("`TwoTower(select=False)`", "rules"), ("`TwoTower()`", "default"))
+    ]
 
 
 def table_demo() -> list[list[str]]:
