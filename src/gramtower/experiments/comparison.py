@@ -186,6 +186,7 @@ class Runner:
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # options of optimizers, by name
     verbose: bool = False  # whether to print one line for each iteration on standard error
     note: Callable[[str], None] = print  # called with the name of each optimizer that starts
+    checkpoints: bool = True  # whether to write them, so that an interrupted optimizer can continue
 
     def prepare(self) -> None:
         """Compile and cache everything that optimizers share, so that none is charged for it."""
@@ -205,8 +206,8 @@ class Runner:
             result = minimize(
                 self.problem, self.start(), name, self.max_iterations or 10**9, self.time_limit, self.seed,
                 validation=self.validation, validate_at=measured_at, history=history_path(self.folder, name),
-                checkpoint=checkpoint, checkpoint_every=1, checkpoint_seconds=_CHECKPOINT_SECONDS,
-                verbose=self.verbose, **options,
+                checkpoint=checkpoint if self.checkpoints else None, checkpoint_every=1,
+                checkpoint_seconds=_CHECKPOINT_SECONDS, verbose=self.verbose, **options,
             )  # fmt: skip
         except _ERRORS as error:
             return replace(about, status="failed", message=f"{type(error).__name__}: {' '.join(str(error).split())}")
@@ -251,8 +252,6 @@ def judge(result: Result, time_limit: float) -> tuple[str, str]:
 LEVELS = (1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01)
 _WON = 0.01  # who is first within this of L* has won
 
-SpeedUp = dict[str, Any]  # {"times": float, "bound": "" or ">" or "<"}
-
 
 def lowest_value(methods: list[MethodRun]) -> float | None:
     """Return L*, the lowest value that any optimizer reached, None without records."""
@@ -269,8 +268,8 @@ def reached(history: list[Record], lowest: float, level: float) -> Record | None
     return next((record for record in history if relative_difference(record.value, lowest) <= level), None)
 
 
-def speed_up(a: list[Record], b: list[Record], lowest: float, level: float) -> SpeedUp | None:
-    """Return how many times sooner A reached a level than B; None if neither did, or one has no records."""
+def speed_up(a: list[Record], b: list[Record], lowest: float, level: float) -> dict[str, float | str] | None:
+    """Return how many times sooner A reached a level than B, with its bound; None if neither did or one is empty."""
     if not a or not b:
         return None
     at_a, at_b = reached(a, lowest, level), reached(b, lowest, level)
