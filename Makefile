@@ -122,9 +122,10 @@ types-docs: $(READY)
 evidence: $(READY)
 	$(BIN)/python benchmarks/evidence.py --run --write --check
 
-# No set-up: such a machine may have no network. `make evidence` draws the figures.
+# No set-up: such a machine may have no network. With RESULTS=FOLDER only new results are written, into that folder;
+# `python benchmarks/evidence.py --take FOLDER --write --check` adds them elsewhere, and draws the figures.
 evidence-gpu:
-	PYTHONPATH=src $(PYTHON) benchmarks/evidence.py --run --gpu
+	$(PYTHON) benchmarks/evidence.py --run --gpu $(if $(RESULTS),--results $(RESULTS))
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -5,8 +5,8 @@
 Linear towers, squared loss, imputed 0: time of newton-kron, from a matrix of pairs, to the objective that ALS ends
 with, over ALS' own time from the same matrix; at most 0.5 is aimed for. Both use as many threads as torch does; BLAS
 gets one inside ALS, which has threads of its own and asks for that. Where DATA lacks a set, pairs of its shape are
-generated, which the result notes. Sets can be measured one at a time. Writes benchmarks/results/als.json. The methods
-against each other are bench_solvers.py and bench_compare.py.
+generated, which the result notes. Writes the section als-SET of benchmarks/results/solvers.json for
+each set. The methods against each other are bench_solvers.py and bench_compare.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from bench_solvers import SOURCES
-from common import read_result, write_result
+from common import write_result
 
 import gramtower as gt
 from gramtower.training.result import Result
@@ -88,20 +88,14 @@ def measure(pairs: sp.csr_matrix, repeats: int) -> dict[str, Any]:
     return {"rounds": rounds, "median_ratio": statistics.median(found["ratio"] for found in rounds)}
 
 
-def main(options: argparse.Namespace) -> Path:
-    """Measure the sets asked for and add them to the result file."""
-    path, sets = options.out / "als.json", read_result("als", options.out).get("sets", {})
+def main(options: argparse.Namespace) -> None:
+    """Measure the sets asked for."""
     for name in options.sets:
         data = SOURCES[name].load(options.data, False)
         about = "generated, same shape" if data.generated else name
-        sets[name] = {
-            "data": about,
-            "shape": [*data.pairs.shape, data.pairs.nnz],
-            **measure(data.pairs, options.repeats),
-        }
-        print(f"{name} ({about}): median ratio {sets[name]['median_ratio']:.2f} (<= 0.5)", flush=True)
-        path = write_result("als", {"sets": sets}, options.out)
-    return path
+        found = {"data": about, "shape": [*data.pairs.shape, data.pairs.nnz], **measure(data.pairs, options.repeats)}
+        print(f"{name} ({about}): median ratio {found['median_ratio']:.2f} (<= 0.5)", flush=True)
+        print(write_result(f"solvers/als-{name}", found))
 
 
 def parse() -> argparse.Namespace:
@@ -111,7 +105,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sets", default=",".join(SETS), help="names separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data", type=Path, default=here.parents[1] / "shared" / "data", help="folder of data sets")
-    parser.add_argument("--out", type=Path, default=here / "results", help="folder of the result")
     options = parser.parse_args()
     options.sets = options.sets.split(",")
     if unknown := [name for name in options.sets if name not in SETS]:
@@ -120,4 +113,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    print(main(parse()))
+    main(parse())

@@ -6,7 +6,8 @@ product   ml1m shape: G·d against its tower matrix products and with the fitted
           fused pair pass against torch's sparse operations
 memory    ml10m shape: peak memory of one evaluation with one G·d beyond its inputs
 
-Each prints the ratio and the bound it is held to, and writes a section of benchmarks/results/engine.json.
+Each prints the ratio and the bound it is held to, and writes a section of benchmarks/results/engine.json. `--tiny` is
+for a try: growth is a tenth, and memory has the ml1m shape.
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b).norm() / b.norm())
 
 
-def growth() -> None:
+def growth(tiny: bool) -> None:
+    size = 0.1 if tiny else 1.0
     factors = (1, 2, 4, 8)
     calls = {}
     for factor in factors:
-        problem = gt.Problem(planted_pairs(4000 * factor, 3000 * factor, 250_000 * factor, seed=1))
+        sizes = (round(size * factor * one) for one in (4000, 3000, 250_000))
+        problem = gt.Problem(planted_pairs(*sizes, seed=1))
         point = problem.at(gt.mlp_towers(problem))
         _ = point.value
         G, d = point.gauss_newton(), point.parameters
@@ -154,20 +157,20 @@ def _tower_products(rows: int, widths: tuple[int, ...]):
     return run
 
 
-def memory() -> None:
-    child = [sys.executable, __file__, "memory-child"]
+def memory(tiny: bool) -> None:
+    child = [sys.executable, __file__, "memory-child", *["--tiny"] * tiny]
     found = json.loads(subprocess.run(child, check=True, capture_output=True, text=True).stdout)
     milliseconds = 1e3 * found["product_s"]
     print(f"peak {found['extra_bytes'] / 1e9:.2f} GB beyond inputs (<= 1.2), G·d {milliseconds:.0f} ms")
     write_result("engine/memory", {"runs": {"default": found}})
 
 
-def memory_child() -> None:
+def memory_child(tiny: bool) -> None:
     """Peak resident memory of an evaluation and G·d beyond the problem, the towers and d; run in a fresh process."""
     warm = gt.Problem(planted_pairs(300, 200, 4000))  # compiles kernels, fills library caches
     point = warm.at(gt.mlp_towers(warm))
     _ = point.value, point.gauss_newton() @ point.gradient()
-    problem = gt.Problem(paper_shape("ml10m"))
+    problem = gt.Problem(paper_shape("ml1m" if tiny else "ml10m"))
     towers = gt.mlp_towers(problem)
     d = towers.parameters()
     problem.resident_pairs(towers).pairs.by_column  # noqa: B018  # inputs in the form kernels read
@@ -201,10 +204,16 @@ if __name__ == "__main__":
     parser.add_argument(
         "what", nargs="?", default="all", choices=["accuracy", "growth", "product", "memory", "memory-child", "all"]
     )
-    arguments = parser.parse_args()
-    if arguments.what == "memory-child":
-        memory_child()
-    else:
-        for name, run in (("accuracy", accuracy), ("growth", growth), ("product", product), ("memory", memory)):
-            if arguments.what in (name, "all"):
-                run()
+    parser.add_argument("--tiny", action="store_true", help="small sizes: does it run?")
+    given = parser.parse_args()
+    parts = {
+        "accuracy": accuracy,
+        "growth": lambda: growth(given.tiny),
+        "product": product,
+        "memory": lambda: memory(given.tiny),
+    }
+    if given.what == "memory-child":
+        memory_child(given.tiny)
+    for name, run in parts.items():
+        if given.what in (name, "all"):
+            run()

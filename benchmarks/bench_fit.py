@@ -24,7 +24,7 @@ from typing import Any
 import scipy.sparse as sp
 import torch
 from bench_solvers import SOURCES
-from common import read_result, write_result
+from common import RESULTS, read_result, write_result
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
@@ -75,7 +75,7 @@ def measure(pairs: gt.Interactions, device: str, repeats: int, lists: bool) -> d
 def main(options: argparse.Namespace) -> Path:
     """Measure what is asked for and add it to the result file."""
     name = f"fit/{options.device}" + ("-tiny" if options.tiny else "")
-    path, sets = options.out / "fit.json", read_result(name, options.out).get("sets", {})
+    sets = read_result(name, options.out).get("sets", {})
     for which in options.sets:
         matrix, generated = load(which, options.data, options.tiny)
         pairs = gt.Interactions.from_matrix(matrix)
@@ -89,8 +89,7 @@ def main(options: argparse.Namespace) -> Path:
             f"the same objective in all: {found['same_objective']}; recall@20 {worth}",
             flush=True,
         )
-        path = write_result(name, {"sets": sets}, options.out)
-    return path
+    return write_result(name, {"sets": sets}, options.out)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -102,7 +101,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="warm fits")
     parser.add_argument("--no-lists", dest="lists", action="store_false", help="leave out the fit that is evaluated")
     parser.add_argument("--data", type=Path, default=here.parents[1] / "shared" / "data", help="folder of data sets")
-    parser.add_argument("--out", type=Path, default=here / "results", help="folder of the result")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--tiny", action="store_true", help="generated pairs of no number: does it run?")
     options = parser.parse_args(arguments)
     options.sets = options.sets.split(",")

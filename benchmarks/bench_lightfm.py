@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
-from common import read_result, write_result
+from common import RESULTS, read_result, write_result
 
 from gramtower.compat.lightfm import LightFM, evaluation
 from gramtower.compat.lightfm.cross_validation import random_train_test_split
@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--ml100k", type=Path, help="u.data of MovieLens 100k")
     parser.add_argument("--data", type=Path, default=here.parents[1] / "shared" / "data", help="folder of data sets")
-    parser.add_argument("--out", type=Path, default=here / "results", help="folder of the result")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     options = parser.parse_args()
     sets = read_result("quality/lightfm", options.out).get("sets", {})
     for name in options.sets.split(","):

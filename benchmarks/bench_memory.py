@@ -27,11 +27,11 @@ from gramtower.data.datasets import planted_pairs
 TOWERS = {"linear": (), "hidden": (256,)}
 
 
-def main() -> None:
+def main(scale: str) -> None:
     runs = []
     for towers in TOWERS:
         for share in ("1", "1.5"):
-            found = _child("budget", towers, share)
+            found = _child("budget", towers, share, scale)
             ratio = found["peak_bytes"] / found["budget_bytes"]
             runs.append(found | {"towers": towers, "ratio": ratio})
             peak, given = found["peak_bytes"] / 1e6, found["budget_bytes"] / 1e6
@@ -47,10 +47,11 @@ def _child(*arguments: str) -> dict:
     return json.loads(done.stdout)
 
 
-def budget(towers: str, share: str) -> None:
+def budget(towers: str, share: str, scale: str) -> None:
     """Train with a multiple of the smallest budget; prints both."""
     _train(gt.Problem(planted_pairs(300, 200, 4000)), (8,), 4)  # compiles kernels, fills library caches
-    problem = gt.Problem(planted_pairs(100_000, 50_000, 2_000_000), embedding_l2=0.01, right_weights="degree^0.1")
+    sizes = (round(float(scale) * size) for size in (100_000, 50_000, 2_000_000))
+    problem = gt.Problem(planted_pairs(*sizes), embedding_l2=0.01, right_weights="degree^0.1")
     print(json.dumps(_train(problem, TOWERS[towers], 128, float(share))))
 
 
@@ -86,5 +87,7 @@ def _resident() -> int:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", help="what one process measures; nothing for all of it")
-    what = parser.parse_args().what
-    {"budget": budget, "fits": fits}[what[0]](*what[1:]) if what else main()
+    parser.add_argument("--scale", default="1", help="share of the entities and pairs of budget, for a try")
+    given = parser.parse_args()
+    what = given.what
+    {"budget": budget, "fits": fits}[what[0]](*what[1:]) if what else main(given.scale)

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
-from common import write_result
+from common import RESULTS, write_result
 
 import gramtower as gt
 from gramtower.data.splits import per_user
@@ -433,7 +433,7 @@ def section(given: argparse.Namespace) -> str:
 
 def in_parallel(given: argparse.Namespace, names: list[str]) -> None:
     """Run the splits of all sets in several processes, which share a GPU, and join their results as they come."""
-    out, arguments, joined = given.out or Path(__file__).parent / "results", sys.argv[1:], threading.Lock()
+    out, arguments, joined = given.out or RESULTS, sys.argv[1:], threading.Lock()
     tasks, sets = [(name, split) for split in given.splits.split(",") for name in names], {}
 
     def run(number: int) -> int:

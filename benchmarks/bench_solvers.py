@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse as sp
 import torch
-from common import environment, movielens_pairs, read_result, write_result
+from common import RESULTS, environment, movielens_pairs, read_result, write_result
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
@@ -340,7 +340,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--reference-seconds", type=float, default=60.0, help="of the reference run; 0 for none")
     parser.add_argument("--keep-reference", action="store_true", help="use the reference of an earlier call")
     parser.add_argument("--data", type=Path, default=here.parents[1] / "shared" / "data", help="folder of data sets")
-    parser.add_argument("--out", type=Path, default=here / "results", help="folder of the result")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument(
         "--curves", type=Path, default=Path("runs/solvers"), help="folder of the curves, to add to later"
     )

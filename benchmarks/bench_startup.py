@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import median_ratio, side_by_side, write_result
+from common import ELSEWHERE, median_ratio, side_by_side, write_result
 
 import gramtower as gt
 from gramtower._util.tensors import TensorFile
@@ -208,7 +208,7 @@ def main() -> None:
         )
     print(f"fit: {found['fit']['counts']}, the same objective in all: {found['fit']['same objective']}")
     print(f"cores that others kept busy: {found['others_busy']}")
-    if not options.small:
+    if not options.small or ELSEWHERE:
         print(write_result("fit/startup", found))
 
 

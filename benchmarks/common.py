@@ -1,10 +1,15 @@
-"""Helpers of all benchmarks: timing, data sets, and the result files."""
+"""Helpers of all benchmarks: timing, data sets, and the result files.
+
+Results go to benchmarks/results/, or to the folder GRAMTOWER_RESULTS. GRAMTOWER_COMMIT is the commit that they name
+where the code is a copy outside its repository.
+"""
 
 from __future__ import annotations
 
 import json
 import lzma
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,12 +23,20 @@ import torch
 from gramtower._util.compiled import compiled
 from gramtower._util.files import write_text
 from gramtower._util.host import parallel_for
-from gramtower.experiments.run_store import environment
+from gramtower.experiments import run_store
 
-RESULTS = Path(__file__).resolve().parent / "results"
 _SCALE = 1.0 / (1 << 53)
 _FIRST = 10.0  # added to ranks, so that the most popular entity does not have most pairs
 _OWN = 0.6  # share of draws from the row's own group
+#: Whether results go elsewhere, as those of a try do: then any size is written.
+ELSEWHERE = "GRAMTOWER_RESULTS" in os.environ
+RESULTS = Path(os.environ.get("GRAMTOWER_RESULTS", Path(__file__).resolve().parent / "results"))
+
+
+def environment() -> dict[str, Any]:
+    """The machine, the versions and the commit."""
+    given = os.environ.get("GRAMTOWER_COMMIT")
+    return run_store.environment() | ({"commit": given} if given else {})
 
 
 def median_seconds(function: Callable[[], Any], repeats: int = 9, warmup: int = 2) -> float:
@@ -70,22 +83,35 @@ def movielens_pairs(path: Path, seed: int = 0) -> tuple[sp.csr_matrix, sp.csr_ma
     return matrix(order[cut:]), matrix(order[:cut])
 
 
-def random_pairs(m: int, n: int, count: int, device: torch.device, seed: int = 0) -> sp.csr_matrix:
-    """Exactly ``count`` different pairs, made on a device; entities have log-normal popularity."""
-    generator = torch.Generator(device).manual_seed(seed)
-    shares = [
-        torch.randn(size, generator=generator, device=device, dtype=torch.float64).mul(1.2).exp().cumsum(0)
-        for size in (m, n)
-    ]
+def random_pairs(
+    m: int, n: int, count: int, device: torch.device, seed: int = 0, groups: int = 1, affinity: float = 0.8
+) -> sp.csr_matrix:
+    """Exactly ``count`` different pairs, made on a device; entities have log-normal popularity.
 
-    def draw(share: torch.Tensor, size: int) -> torch.Tensor:
-        u = torch.rand(size, generator=generator, device=device, dtype=torch.float64) * share[-1]
-        return torch.searchsorted(share, u).clamp_max(len(share) - 1)
+    With more groups than one, so many parts of the right entities belong to as many parts of the left ones, and a share
+    ``affinity`` of the draws stays within them, so that there is something to learn.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float64}
+    left, right = (torch.randn(size, **options).mul(1.2).exp().cumsum(0) for size in (m, n))
+    ends = right[torch.arange(1, groups + 1, device=device) * n // groups - 1]
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+
+    def draw(size: int) -> torch.Tensor:
+        rows = torch.searchsorted(left, torch.rand(size, **options) * left[-1]).clamp_max(m - 1)
+        u = torch.rand(size, **options)
+        if groups == 1:
+            place = u * right[-1]
+        else:
+            own, group = torch.rand(size, **options) < affinity, rows % groups
+            low, high = torch.where(own, starts[group], 0.0), torch.where(own, ends[group], right[-1])
+            place = low + u * (high - low)
+        return rows * n + torch.searchsorted(right, place).clamp_max(n - 1)
 
     keys = torch.empty(0, dtype=torch.int64, device=device)
     while len(keys) < count:
         more = int(1.1 * (count - len(keys))) + 1000
-        keys = torch.cat([keys, draw(shares[0], more) * n + draw(shares[1], more)]).unique()
+        keys = torch.cat([keys, draw(more)]).unique()
     keys = keys[torch.randperm(len(keys), generator=generator, device=device)[:count].sort().values]
     columns = (keys % n).to(torch.int32).cpu().numpy()
     counts = torch.bincount(keys // n, minlength=m)

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def evidence():
-    spec = importlib.util.spec_from_file_location("evidence", BENCHMARKS / "evidence.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["evidence"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["evidence"]
+def scripts():
+    """A function that imports a script of benchmarks/."""
+    before, known = list(sys.path), set(sys.modules)
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module
+    sys.path[:] = before
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(BENCHMARKS)):
+            del sys.modules[name]
 
 
 @pytest.fixture
-def page(evidence, tmp_path, monkeypatch):
+def evidence(scripts):
+    return scripts("evidence")
+
+
+@pytest.fixture
+def tables(scripts):
+    return scripts("evidence_tables")
+
+
+@pytest.fixture
+def page(evidence, tables, tmp_path, monkeypatch):
     """A function that checks a page with a text, next to one result file."""
     results = tmp_path / "results"
     results.mkdir()
@@ -31,7 +45,7 @@ def page(evidence, tmp_path, monkeypatch):
     section = {"environment": about, "recall": 0.32451, "seconds": 3.6, "bytes": 869_000_000}
     (results / "one.json").write_text(json.dumps({"cpu": section}))
     monkeypatch.setattr(evidence, "ROOT", tmp_path)
-    monkeypatch.setattr(evidence, "RESULTS", results)
+    monkeypatch.setattr(tables, "RESULTS", results)
 
     def check(text):
         path = tmp_path / "page.md"
@@ -75,35 +89,36 @@ def test_values_and_tables_are_written_from_the_results(evidence, page):
     assert "begins with a mark" in page("<!-- = one cpu/recall .3f -->0.325<!-- / --> at the start")[0]
 
 
-def test_findings_are_read_off_the_objectives(evidence):
+def test_findings_are_read_off_the_objectives(tables):
     names = ("newton", "gd-diag", "gd", "sogram", "sogram-diag", "sampling", "sampling-diag")
     methods = {name: {"lowest": float(place), "best_metric": 0.1} for place, name in enumerate(names)}
     methods["gd"]["best_metric"] = 0.2
-    found = dict(evidence._claims({"methods": methods}))
+    found = dict(tables._claims({"methods": methods}))
     assert found["newton before gd-diag"] == found["gd-diag before gd"] == "holds"
     assert found["each -diag before its plain twin"] == (
         "does not: sogram is ahead of sogram-diag, sampling is ahead of sampling-diag"
     )
     assert found["the lowest objective has the best paper MAP@5"] == "does not: gd has the best list"
+    assert found["methods are ordered by paper MAP@5 as by objective"] == "does not, for 2 of 21 pairs"
 
 
 def test_steps_exist_and_fit_into_the_stated_time(evidence):
-    assert sum(step.minutes for step in evidence.CPU.values()) <= 60
-    assert sum(step.minutes for step in evidence.GPU.values()) <= 10
+    assert sum(step.minutes for step in evidence.CPU.values()) <= 55  # of the hour, and of ten minutes
+    assert sum(step.minutes for step in evidence.GPU.values()) <= 9
     for step in (evidence.CPU | evidence.GPU | evidence.LONGER).values():
         assert (BENCHMARKS / step.command.split()[0]).exists(), step
 
 
-def test_every_section_says_when_and_where_it_was_measured(evidence):
-    for path in evidence.RESULTS.glob("*.json"):
+def test_every_section_says_when_and_where_it_was_measured(tables):
+    for path in tables.RESULTS.glob("*.json"):
         content = json.loads(path.read_text())
-        known = dict(evidence.environments(content))
+        known = dict(tables.environments(content))
         missing = [] if "" in known else [name for name in content if not any(k.startswith(name) for k in known)]
         assert missing == [], path.name
         assert all({"date", "gramtower", "processor"} <= set(about) for about in known.values()), path.name
 
 
-def test_the_picture_compares_models_on_the_same_splits(evidence, tmp_path, monkeypatch):
+def test_the_picture_compares_models_on_the_same_splits(tables, tmp_path, monkeypatch):
     def split(**rows):
         rows = {name: {"metrics": [0.5, score]} for name, score in rows.items()}
         return {"metrics": ["recall@20", "ndcg@20"], "rows": rows}
@@ -111,7 +126,169 @@ def test_the_picture_compares_models_on_the_same_splits(evidence, tmp_path, monk
     sets = {"a split 0": split(default=0.2, EASE=0.1, popularity=0.05), "a split 1": split(default=0.4, EASE=0.4)}
     more = {"a split 0": {"rows": {"best of 9 random settings": {"metrics": [0.5, 0.22]}}}}
     (tmp_path / "selection.json").write_text(json.dumps({"cuda": {"sets": sets}, "random-cuda": {"sets": more}}))
-    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
-    found = evidence.list_scores()["a"]
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    found = tables.list_scores()["a"]
     assert found["best of random settings"] == pytest.approx(1.1)
     assert found["EASE"] == pytest.approx((0.5 + 1) / 2)
+
+
+WRITES = """
+import json, os, pathlib, subprocess, sys, time
+path = pathlib.Path(os.environ["GRAMTOWER_RESULTS"], "one.json")
+known = json.loads(path.read_text()) if path.exists() else {}
+what, *sizes = sys.argv[1:]
+if what == "hang":
+    late = f"import time, pathlib; time.sleep(3); pathlib.Path({str(path)!r}).write_text('late')"
+    subprocess.run([sys.executable, "-c", late])
+if what == "fail":
+    sys.exit(3)
+about = {"date": "2026-11-18T12:00:00", "gramtower": "0.2.0", "processor": "Some CPU", "cores": 2, "gpu": None}
+path.write_text(json.dumps(known | {what: {"environment": about, "recall": 0.5, "sizes": sizes}}))
+"""
+
+
+@pytest.fixture
+def steps(evidence, page, tmp_path, monkeypatch):
+    """Steps that write a section, fail, or start a process and hang, next to a page and a result file."""
+    (tmp_path / "step.py").write_text(WRITES)
+    names = {"first": ("first", 1), "fails": ("fail", 1), "hangs": ("hang", 1 / 60), "cpu": ("cpu", 1)}
+    made = {name: evidence.Step(f"step.py {what}", minutes, "--tiny") for name, (what, minutes) in names.items()}
+    monkeypatch.setattr(evidence, "CPU", made)
+    monkeypatch.setattr(evidence, "SCRIPTS", tmp_path)
+    monkeypatch.setattr(evidence.signal, "signal", lambda *_: None)
+    (tmp_path / "docs" / "figures").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("It is <!-- = one cpu/recall .3f -->0.325<!-- / --> here.\n")
+    return lambda: json.loads((tmp_path / "results/one.json").read_text())
+
+
+def test_a_step_that_fails_or_is_stopped_leaves_the_results_of_others(evidence, steps):
+    before = steps()["cpu"]
+    failed = evidence.run(["first", "fails", "hangs"])
+    assert failed == ["fails: exit status 3", f"hangs: stopped after {1 / 60:g} minutes"]
+    assert steps()["first"]["recall"] == 0.5
+    assert steps()["cpu"] == before
+    time.sleep(3)  # the process that the stopped step had started would write now
+    assert set(steps()) == {"first", "cpu"}
+
+
+def test_a_dry_run_ends_with_pages_of_a_copy_and_changes_nothing_here(evidence, tables, steps, tmp_path, monkeypatch):
+    here, before, drawn = tmp_path / "README.md", steps(), []
+    text = here.read_text()
+    monkeypatch.setattr(tables, "draw", drawn.append)
+    monkeypatch.setattr(sys, "argv", ["evidence.py", "--run", "first", "cpu", "--dry", "--write", "--check"])
+    monkeypatch.setattr(evidence.tempfile, "mkdtemp", lambda prefix: str(tmp_path / "copy"))
+    (tmp_path / "copy").mkdir()
+    evidence.main()
+    assert here.read_text() == text
+    assert steps() == before
+    copied = json.loads((tmp_path / "copy/results/one.json").read_text())
+    assert copied["first"]["sizes"] == copied["cpu"]["sizes"] == ["--tiny"]
+    assert "-->0.500<!-- / -->" in (tmp_path / "copy/README.md").read_text()
+    assert drawn == [tmp_path / "copy/docs/figures"]
+
+
+def section(date, **methods):
+    return {"environment": {"date": date}, "methods": {name: {"lowest": low} for name, low in methods.items()}}
+
+
+def test_sections_of_another_machine_are_taken_if_newer_and_as_whole(evidence, tables, tmp_path, monkeypatch):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    old, new = "2026-11-15T08:00:00", "2026-11-18T08:00:00"
+    mine = {"a": section(old, gd=3.0), "b": section(new, gd=3.0), "c": section(old, gd=3.0, newton=2.0)}
+    theirs = {
+        "a": section(new, gd=1.0),
+        "b": section(old, gd=1.0),
+        "c": section(new, gd=1.0),
+        "d": section(new, gd=1.0),
+    }
+    (here / "compare.json").write_text(json.dumps(mine))
+    (there / "compare.json").write_text(json.dumps(theirs))
+    monkeypatch.setattr(tables, "RESULTS", here)
+    evidence.take(there)
+    found = json.loads((here / "compare.json").read_text())
+    assert found == {"a": theirs["a"], "b": mine["b"], "c": mine["c"], "d": theirs["d"]}
+
+
+def test_verdicts_are_computed(tables, tmp_path, monkeypatch):
+    def run(low, best, last, status="finished"):
+        return {
+            "lowest": low,
+            "best_metric": best,
+            "last_metric": last,
+            "status": status,
+            "relative_difference": low - 1,
+        }
+
+    first = {"0.1": {"method": "newton-kron", "seconds": 4.0, "next": None, "times": 12.7}}
+    methods = {"newton-kron": run(1.0, 0.2, 0.15), "gd-diag": run(1.5, 0.25, 0.25), "newton": run(2.0, 0.1, 0.1)}
+    behind = {"gd-diag": run(2.0, 0.1, 0.1), "newton": run(1.5, 0.2, 0.2)}
+    compared = {"ml1m": {"methods": methods, "first": first}, "moby": {"methods": behind}, "netflix-synthetic": {}}
+    compared["netflix-synthetic"] = {"methods": behind, "synthetic": "generated"}
+    path = tmp_path / "compare.json"
+    path.write_text(json.dumps(compared))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.computed_order("newton", "gd-diag", "real") == (
+        "ahead of gd-diag on moby and behind it on ml1m (not run: wikispeedia and npm-deps)"
+    )
+    assert tables.computed_falls("ml1m") == "falls again, from 0.200 to 0.150"
+    assert tables.computed_lists("ml1m") == (
+        "gd-diag has the best paper MAP@5, 0.250, at an objective 0.50 above the lowest, where newton-kron has 0.200; "
+        "by both, the order differs for 1 of 3 pairs of methods"
+    )
+    assert tables.computed_real() == (
+        "ml1m ran on real data, netflix only on generated pairs of the same shape, ml10m and wiki-simple not at all"
+    )
+    assert tables.computed_lead("ml1m").endswith(
+        "after 4 s, at least 13 times sooner than any of the paper's seven methods"
+    )
+    assert tables.table_compare("npm-deps")[1] == ["not run: `compare.json` has no section npm-deps"]
+    assert [row[-1] for row in tables.table_findings("ml1m", "npm-deps")[1:]] == ["not run"] * 7
+    assert tables.computed_stalls() == "This was not run on a GPU yet."
+    runs = [
+        {"method": method, "seed": seed, "precision": precision, "start": 9.0, "value": value, "iterations": 5,
+         "stopped": "NO_DECREASE" if value == 8.0 else "TIME_LIMIT"}
+        for method, values in (("newton", (5.0, 8.0)), ("newton-kron", (4.0, 4.0))) for seed in (0, 1)
+        for precision, value in zip(("float32", "tf32"), values, strict=True)
+    ]  # fmt: skip
+    path.write_text(json.dumps({"precision-gpu": {"runs": runs}}))
+    assert tables.computed_stalls().startswith("newton stalls with tf32: it ends 1.600 to 1.600 times as high")
+    assert "newton-kron does not stall with tf32" in tables.computed_stalls()
+    assert tables.table_precision()[1] == [
+        "newton, 0", "9", "5, still falling after 5 iterations", "8, stopped by itself after 5 iterations", "1.600",
+    ]  # fmt: skip
+
+
+def test_a_comparison_in_which_a_method_failed_replaces_no_whole_one(scripts, tmp_path, monkeypatch):
+    bench, common = scripts("bench_compare"), scripts("common")
+    names = list(bench.experiment("moby")["optimizers"])
+
+    def compared(bad=()):
+        methods = {name: {"status": "failed" if name in bad else "finished", "message": "no"} for name in names}
+        return lambda *_: {"methods": methods, "verdict": ""}
+
+    def main(function):
+        monkeypatch.setattr(bench, "compare", function)
+        bench.main()
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench_compare.py", "moby"])
+    statuses = lambda: {one["status"] for one in common.read_result("compare/moby")["methods"].values()}  # noqa: E731
+    with pytest.raises(SystemExit, match="gd failed: no"):
+        main(compared(["gd"]))
+    assert statuses() == {"failed", "finished"}  # better than nothing
+    main(compared())
+    assert statuses() == {"finished"}
+    with pytest.raises(SystemExit, match="replaces no whole result"):
+        main(compared(["newton"]))
+    assert statuses() == {"finished"}
+
+
+def test_generated_pairs_have_the_count_asked_for_and_groups(scripts):
+    pairs = scripts("common").random_pairs(400, 320, 5000, torch.device("cpu"), groups=16)
+    assert pairs.shape == (400, 320)
+    assert pairs.nnz == 5000
+    assert pairs.has_canonical_format
+    rows, columns = pairs.nonzero()
+    assert 0.4 < (rows % 16 == columns // 20).mean() < 0.9  # a sixteenth without groups
