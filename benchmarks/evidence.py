@@ -64,13 +64,13 @@ _ML1M = f"{DATA}/ml-1m/ratings_no_timestamp.dat.xz"
 _SHORT = "--seconds 0.5 --users 100"  # of a comparison
 _SMALL = f"{_SHORT} --device cpu --scale 0.01"  # the same without a GPU
 CPU = {  # at most 55 minutes together
-    "compare-ml1m": Step(f"bench_compare.py ml1m --data {DATA} --seconds 60", 10.5, _SHORT),
-    "compare-moby": Step("bench_compare.py moby --seconds 33 --users 2000", 6.5, _SHORT),
+    "compare-ml1m": Step(f"bench_compare.py ml1m --data {DATA} --seconds 55", 10, _SHORT),
+    "compare-moby": Step("bench_compare.py moby --seconds 30 --users 2000", 6.2, _SHORT),
     "compare-wikispeedia": Step(f"bench_compare.py wikispeedia --data {DATA} --seconds 15", 3.5, _SHORT),
-    "compare-npm-deps": Step(f"bench_compare.py npm-deps --data {DATA} --seconds 30 --users 1000", 10.5, _SHORT),
+    "compare-npm-deps": Step(f"bench_compare.py npm-deps --data {DATA} --seconds 25 --users 1000", 10, _SHORT),
     "demo": Step("bench_compare.py demo", 1),
     "models": Step(f"bench_compare.py models-ml1m --data {DATA}", 1.5, "--seeds 1"),
-    "engine": Step("bench_engine.py all", 3, "--tiny"),
+    "engine": Step("bench_engine.py all", 2.5, "--tiny"),
     "als": Step(f"bench_als.py --sets ml1m --data {DATA}", 1, "--repeats 1"),
     "defaults": Step(f"bench_defaults.py --ml1m {_ML1M} --seed 1", 1.5),
     "fit": Step(f"bench_fit.py --data {DATA} --repeats 2", 3.5, "--repeats 1 --sets small"),
@@ -78,14 +78,15 @@ CPU = {  # at most 55 minutes together
     "updates": Step(f"bench_updates.py --ml1m {_ML1M} --iterations 2", 2, "--shape 2000 500 20000 --days 2"),
     "lists": Step("bench_lists.py --repeats 1", 4, "--left 2000"),
     "evaluation": Step("bench_evaluation.py all", 2, "--scale 0.05 --repeats 1"),
-    "memory": Step("bench_memory.py", 2.5, "--scale 0.1"),
+    "memory": Step("bench_memory.py", 4, "--scale 0.1"),
 }
+_CUDA = "--device cuda --users 2000"
 GPU = {  # at most nine minutes together; the first one compiles
-    "compare-gpu": Step("bench_compare.py moby --device cuda --seconds 4 --section moby-gpu", 1.8, _SMALL),
+    "compare-gpu": Step(f"bench_compare.py moby {_CUDA} --seconds 4 --section moby-gpu", 1.8, _SMALL),
     "precision": Step("bench_compare.py precision --device cuda --seconds 3", 1, _SMALL),
-    "compare-ml10m": Step("bench_compare.py ml10m --synthetic all --device cuda --seconds 6", 1.6, _SMALL),
-    "compare-wiki-simple": Step("bench_compare.py wiki-simple --synthetic all --device cuda --seconds 6", 1.6, _SMALL),
-    "compare-netflix": Step("bench_compare.py netflix --synthetic all --device cuda --seconds 8", 3, _SMALL),
+    "compare-ml10m": Step(f"bench_compare.py ml10m --synthetic all {_CUDA} --seconds 6", 1.6, _SMALL),
+    "compare-wiki-simple": Step(f"bench_compare.py wiki-simple --synthetic all {_CUDA} --seconds 6", 1.6, _SMALL),
+    "compare-netflix": Step(f"bench_compare.py netflix --synthetic all {_CUDA} --seconds 6", 3, _SMALL),
 }
 LONGER = {  # by name only: beyond the hour, or for what changes rarely
     "complexity": Step("bench_complexity.py", 20),
@@ -122,17 +123,18 @@ def run(names: list[str], dry: bool = False) -> list[str]:
     for name in names:
         step, since = steps[name], time.perf_counter()
         command = f"{step.command} {step.dry}".strip() if dry else step.command
-        print(f"== {name}: python benchmarks/{command} (at most {step.minutes:g} min)", flush=True)
+        minutes = step.minutes * (5 if dry else 1)  # a try may share its machine
+        print(f"== {name}: python benchmarks/{command} (at most {minutes:g} min)", flush=True)
         child = subprocess.Popen([sys.executable, *command.split()], cwd=SCRIPTS, env=variables, start_new_session=True)
         try:
-            status = child.wait(60 * step.minutes)
+            status = child.wait(60 * minutes)
             failed += [f"{name}: exit status {status}"] if status else []
         except BaseException as error:
             os.killpg(child.pid, signal.SIGKILL)  # with the processes that it started
             child.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
-            failed.append(f"{name}: stopped after {step.minutes:g} minutes")
+            failed.append(f"{name}: stopped after {minutes:g} minutes")
         print(f"== {name}: {(time.perf_counter() - since) / 60:.1f} minutes", flush=True)
     print(f"{len(names) - len(failed)} of {len(names)} steps in {(time.perf_counter() - start) / 60:.1f} minutes")
     return failed
