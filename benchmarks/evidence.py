@@ -5,6 +5,7 @@
     python benchmarks/evidence.py --take FOLDER       add the newer sections of result files of another machine
     python benchmarks/evidence.py --write             put values, tables and figures into README.md and docs/
     python benchmarks/evidence.py --check             fail if a number of the pages is not that of its result file
+    python benchmarks/evidence.py --marks             what --check trusts: given numbers, and marks that any number fits
 
 With --dry, steps have the smallest sizes, and everything happens in a copy of README.md, docs/ and the results, which
 then shows whether `--run --write --check` would end well. A step that fails or is stopped leaves the results of others,
@@ -40,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,10 +193,10 @@ NUMBER = re.compile(
 )
 _TIMED = ("s", "ms", "µs", "min", "minutes", "times", "requests", "per second")
 _SETTING = re.compile(
-    r"(?:[=≤≥<>×^~]|\b(?:torch|triton|Python|python|version|numpy|scipy|numba|CUDA|implicit|polars|to the power of|"
-    r"label of|labels of|share of|power of|ω of|λ of|μ of|bound of|bound is|at most|at least|goal of|goal was|"
-    r"recall|levels?|differences? of|weights? of|threshold of|budget of|dimension|dimensions|seed|split|splits|"
-    r"Section|width|factors?|alpha|limit of|within|[Tt]ensor)) ?$"
+    r"(?:[=≤≥<>×^~]|\b(?:torch|triton|Python|python|version|numpy|scipy|numba|CUDA|implicit|LightFM|polars|"
+    r"to the power of|label of|labels of|share of|power of|ω of|λ of|μ of|bound of|bound is|at most|at least|goal of|"
+    r"goal was|recall|levels?|differences? of|weights? of|threshold of|budget of|dimensions?|seed|splits?|"
+    r"Section|width|factors?|alpha|limit of|within|[Tt]ensor))\]? ?$"
 )
 
 
@@ -358,6 +359,34 @@ def problems(page: Path) -> list[str]:
     return found
 
 
+@dataclass(frozen=True)
+class Trusted:
+    """The measured numbers of a block that its mark does not prove."""
+
+    where: str
+    mark: str
+    loose: list[str]
+    count: int  # of all measured numbers of the block
+
+
+def trusted(page: Path) -> Iterator[Trusted]:
+    """Blocks with their numbers that are given, or that could be others: most of eight changes would match as well."""
+    name = page.relative_to(ROOT)
+    for line, mark, block in blocks(TABLE.sub(" ", page.read_text())):
+        numbers = measured(prose(block))
+        if numbers and mark.startswith("<!-- given"):
+            yield Trusted(f"{name}:{line}", mark, [one.text for one in numbers], len(numbers))
+        elif numbers and (found := FROM.fullmatch(mark)):
+            known, *slack = sections(found[1])
+            loose = []
+            for one in numbers:
+                shares = (0.5, 0.6, 0.7, 0.8, 1.3, 1.4, 1.7, 1.9)
+                changed = (replace(one, value=round(one.value * by / one.step) * one.step) for by in shares)
+                fits = sum(matches(other, known, *slack) for other in changed)
+                loose += [one.text] if fits > 4 else []
+            yield Trusted(f"{name}:{line}", mark, loose, len(numbers))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true")
@@ -368,6 +397,7 @@ def main() -> None:
     parser.add_argument("--take", type=Path, metavar="FOLDER")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--marks", action="store_true")
     options = parser.parse_args()
     if options.results is not None and (options.write or options.check):
         parser.error("--results: a folder of a part of the results cannot be written or checked; use --take")
@@ -377,6 +407,13 @@ def main() -> None:
             print(f"{title}: at most {sum(step.minutes for step in steps.values()):g} minutes")
             for name, step in steps.items():
                 print(f"  {name:22s} {step.minutes:4g} min  python benchmarks/{step.command}")
+    if options.marks:
+        found = [one for page in pages() for one in trusted(page)]
+        for kind in ("given", "from"):
+            those = [one for one in found if one.mark.startswith(f"<!-- {kind}")]
+            loose, count = sum(len(one.loose) for one in those), sum(one.count for one in those)
+            print(f"{kind}: {count} numbers in {len(those)} blocks, {loose} of them trusted")
+            print("".join(f"  {one.where} {one.mark} {', '.join(one.loose)}\n" for one in those if one.loose), end="")
     if options.dry:
         copy_to(Path(tempfile.mkdtemp(prefix="evidence-")))
         print(f"a try in {ROOT}")
@@ -400,9 +437,9 @@ def main() -> None:
                 print(page.relative_to(ROOT))
         tables.draw(ROOT / "docs/figures")
     if options.check:
-        found = [line for page in pages() for line in problems(page)]
-        print("\n".join(found) or "every measured number is that of its result file")
-        wrong += found
+        bad = [line for page in pages() for line in problems(page)]
+        print("\n".join(bad) or "every measured number is that of its result file")
+        wrong += bad
     if wrong:
         raise SystemExit("\n".join(wrong) if options.run is not None else 1)
 

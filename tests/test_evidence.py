@@ -59,6 +59,21 @@ def test_every_number_of_the_pages_is_that_of_its_result_file(evidence):
     assert [line for page in evidence.pages() for line in evidence.problems(page)] == []
 
 
+def test_few_numbers_are_only_trusted(evidence):
+    found = [one for page in evidence.pages() for one in evidence.trusted(page)]
+    given = [one for one in found if one.mark.startswith("<!-- given")]
+    assert sum(len(one.loose) for one in given) <= 120  # settings, bounds, versions, predictions
+    assert sum(len(one.loose) for one in found if one not in given) <= 200  # short numbers of large sections
+
+
+def test_a_number_that_any_number_could_replace_is_only_trusted(evidence, page, tmp_path):
+    page("<!-- from one cpu -->\nRecall@20 is 0.325, a fit takes 3.6 s.\n\n<!-- given: a bound -->\nBelow 0.4 here.")
+    first, second = evidence.trusted(tmp_path / "page.md")
+    assert (first.loose, first.count, second.loose) == ([], 2, ["0.4"])
+    page("<!-- from one cpu ± 200% all -->\nRecall@20 is 0.325.")
+    assert [one.loose for one in evidence.trusted(tmp_path / "page.md")] == [["0.325"]]
+
+
 def test_a_number_without_a_mark_is_found(page):
     assert "no mark" in page("Recall@20 is 0.325, and a fit takes 4 s.")[0]
     assert page("No number, `0.5` in code, torch 2.13, λ = 0.5, 1.2 million pairs.\n\n    0.7 in a listing\n") == []
