@@ -359,6 +359,23 @@ def table_als() -> list[list[str]]:
     return rows
 
 
+def table_solvers(device: str, *methods: str) -> list[list[str]]:
+    """Seconds of methods on linear towers over ids to each relative difference, and the lead of the default."""
+    rows = [["", *methods, "lead of the default"]]
+    for name, one in load("solvers")[device]["problems"].items():
+        data, _, dim = name.partition("-")
+        if not dim.isdigit():  # a problem with features
+            continue
+        spent, ratio = one["summary"]["seconds_to"], one["summary"]["ratio"].values()
+        cells = [
+            " / ".join(_short(s) or "–" for s in spent[method].values()) if method in spent else ""
+            for method in methods
+        ]
+        leads = (f"{'' if lead['rival'] else '≥ '}{1 / lead['ratio']:.3g}" for lead in ratio)
+        rows.append([f"{data}, {dim}", *cells, " / ".join(leads)])
+    return rows
+
+
 def table_defaults() -> list[list[str]]:
     """The default estimator against ALS and popularity, on split 1; the best of each column is bold."""
     rows = [["data", "model", "paper MAP@5", "Recall@20", "NDCG@20", "fit"]]

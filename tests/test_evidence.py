@@ -63,7 +63,7 @@ def test_few_numbers_are_only_trusted(evidence):
     found = [one for page in evidence.pages() for one in evidence.trusted(page)]
     given = [one for one in found if one.mark.startswith("<!-- given")]
     assert sum(len(one.loose) for one in given) <= 120  # settings, bounds, versions, predictions
-    assert sum(len(one.loose) for one in found if one not in given) <= 200  # short numbers of large sections
+    assert sum(len(one.loose) for one in found if one not in given) <= 90  # short numbers of large sections
 
 
 def test_a_number_that_any_number_could_replace_is_only_trusted(evidence, page, tmp_path):
