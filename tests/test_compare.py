@@ -370,3 +370,19 @@ def test_metrics_thin_out_by_a_rule_of_the_iteration_alone():
     assert chosen[:22] == [*range(21), chosen[21]]
     assert all(b <= 1.1 * a + 1 for a, b in pairwise(chosen[21:]))
     assert len(chosen) < 200
+
+
+def test_a_comparison_without_checkpoints_ends_the_same_and_needs_no_safetensors(tmp_path, monkeypatch):
+    problem = gt.Problem(planted_pairs(30, 20, 100), omega=0.1)
+    ends = []
+    for name, keeps in (("with", True), ("without", False)):
+        (tmp_path / name).mkdir()
+        if not keeps:
+            monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+        runner = contest.Runner(
+            problem, lambda: gt.mlp_towers(problem, (8,), 4), None, 60.0, 3, 0, tmp_path / name, checkpoints=keeps
+        )
+        assert runner.run("gd").status == "finished"
+        ends.append(read_history(contest.history_path(tmp_path / name, "gd"))[-1].value)
+        assert contest.checkpoint_path(tmp_path / name, "gd").exists() == keeps
+    assert ends[0] == ends[1]
