@@ -28,9 +28,10 @@ from gramtower.experiments import run_store
 _SCALE = 1.0 / (1 << 53)
 _FIRST = 10.0  # added to ranks, so that the most popular entity does not have most pairs
 _OWN = 0.6  # share of draws from the row's own group
+_HERE = Path(__file__).resolve().parent / "results"
+RESULTS = Path(os.environ.get("GRAMTOWER_RESULTS", _HERE))
 #: Whether results go elsewhere, as those of a try do: then any size is written.
-ELSEWHERE = "GRAMTOWER_RESULTS" in os.environ
-RESULTS = Path(os.environ.get("GRAMTOWER_RESULTS", Path(__file__).resolve().parent / "results"))
+ELSEWHERE = RESULTS.resolve() != _HERE
 
 
 def environment() -> dict[str, Any]:
