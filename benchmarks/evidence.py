@@ -85,9 +85,9 @@ _CUDA = "--device cuda --users 2000"
 GPU = {  # at most nine minutes together; the first one compiles
     "compare-gpu": Step(f"bench_compare.py moby {_CUDA} --seconds 4 --section moby-gpu", 1.8, _SMALL),
     "precision": Step("bench_compare.py precision --device cuda --seconds 3", 1, _SMALL),
-    "compare-ml10m": Step(f"bench_compare.py ml10m --synthetic all {_CUDA} --seconds 6", 1.6, _SMALL),
-    "compare-wiki-simple": Step(f"bench_compare.py wiki-simple --synthetic all {_CUDA} --seconds 6", 1.6, _SMALL),
-    "compare-netflix": Step(f"bench_compare.py netflix --synthetic all {_CUDA} --seconds 6", 3, _SMALL),
+    "compare-ml10m": Step(f"bench_compare.py ml10m --synthetic all {_CUDA} --seconds 4", 1.6, _SMALL),
+    "compare-wiki-simple": Step(f"bench_compare.py wiki-simple --synthetic all {_CUDA} --seconds 4", 1.6, _SMALL),
+    "compare-netflix": Step(f"bench_compare.py netflix --synthetic all {_CUDA} --seconds 4", 3, _SMALL),
 }
 LONGER = {  # by name only: beyond the hour, or for what changes rarely
     "complexity": Step("bench_complexity.py", 20),
