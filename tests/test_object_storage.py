@@ -196,7 +196,7 @@ def test_of_two_runs_with_one_checkpoint_the_later_one_goes_on(s3):
     with remote.holding(path):
         upload("s3://lake/run/checkpoint", b"mine")
         upload("s3://lake/run.lock", b"0: process 1 on another machine")  # as another process does
-        with pytest.raises(ValueError, match=r"s3://lake/run .*process 1 on another machine"):
+        with pytest.raises(OSError, match=r"s3://lake/run .*process 1 on another machine"):
             upload("s3://lake/run/checkpoint", b"mine again")
     assert as_path("s3://lake/run/checkpoint").read_bytes() == b"mine"
     assert as_path("s3://lake/run.lock").exists()  # which is the other's

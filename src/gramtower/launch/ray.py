@@ -49,9 +49,10 @@ def fit(
     The same call continues a fit that was stopped, from its last checkpoint.
 
     Args:
-        path: a folder of Parquet files in which no left id is in two parts; every worker must be able to read it.
+        path: a folder of Parquet files in which no left id is in two parts, or its URL; every worker must be able to
+            read it.
         settings: the settings of the fit: a :class:`~gramtower.TwoTower`.
-        out: folder of the run, which every worker can write: model, history, checkpoint and Ray's own files.
+        out: folder of the run, which every worker can write, or its URL: model, history, checkpoint and Ray's own files.
         columns: columns of the files, such as ``{"left": "user", "right": "item"}``, also "value" and "weight"; None if
             the first two are the ids.
         scaling_config: number and resources of workers, a ``ray.train.ScalingConfig``; None for one worker.
@@ -94,9 +95,10 @@ class _Report:
         self._reported, self._due = 0.0, time.monotonic() + _PAUSE
 
     def __call__(self, record: Record, point: Point) -> None:
-        written = self._checkpoint.stat().st_mtime if self._checkpoint.exists() else 0.0
-        new = written != self._reported and time.monotonic() >= self._due
-        if current_group().from_first(new):  # every process has to report, or none
+        group, written = current_group(), self._reported
+        if group.rank == 0 and time.monotonic() >= self._due:  # of a URL, this asks the store
+            written = self._checkpoint.stat().st_mtime if self._checkpoint.exists() else 0.0
+        if group.from_first(written != self._reported):  # every process has to report, or none
             self._reported, self._due = written, time.monotonic() + _PAUSE
             self._send(record)
 
@@ -105,7 +107,7 @@ class _Report:
             self._send(result.history[-1])
 
     def _send(self, record: Record) -> None:
-        folder = self._train.Checkpoint.from_directory(str(self._checkpoint.parent))
+        folder = self._train.Checkpoint(str(self._checkpoint.parent))
         self._train.report(
             {"iteration": record.iteration, **numbers_of(record)}, checkpoint=folder,
             checkpoint_upload_mode=self._train.CheckpointUploadMode.NO_UPLOAD,
