@@ -29,7 +29,6 @@ from gramtower.data import frames
 from gramtower.data.tables import FeatureTable
 from gramtower.serving.http_app import make_app
 from gramtower.serving.messages import encode
-from gramtower.serving.request_checks import TimedProtocol
 from gramtower.serving.served_models import Metrics, Models
 from gramtower.serving.server import bound
 from gramtower.serving.snapshot import Source, TableSource
@@ -119,11 +118,11 @@ def client(*sources, **options):
 
 
 @contextmanager
-def listening(*sources, http=TimedProtocol, **options):
+def listening(*sources, **options):
     """A server at a port of this machine, in a thread."""
     app, _ = service(*sources, **options)
     with bound("127.0.0.1", 0) as socket:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none", http=http))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
         thread.start()
         try:

@@ -52,7 +52,7 @@ def fit(
         path: a folder of Parquet files in which no left id is in two parts, or its URL; every worker must be able to
             read it.
         settings: the settings of the fit: a :class:`~gramtower.TwoTower`.
-        out: folder of the run, which every worker can write, or its URL: model, history, checkpoint and Ray's own files.
+        out: folder of the run, which every worker can write, or its URL: model, history, checkpoint, Ray's own files.
         columns: columns of the files, such as ``{"left": "user", "right": "item"}``, also "value" and "weight"; None if
             the first two are the ids.
         scaling_config: number and resources of workers, a ``ray.train.ScalingConfig``; None for one worker.

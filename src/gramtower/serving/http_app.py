@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI, Request
 from numpy.typing import NDArray
+from prometheus_client.metrics_core import GaugeMetricFamily
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Scope
@@ -26,7 +27,7 @@ from gramtower.serving.batching import Batcher, CallTask, ListTask, places, work
 from gramtower.serving.messages import Limits, Refused, encode, shown, within
 from gramtower.serving.request_checks import Guard, answer, parse, read_body, refusal
 from gramtower.serving.served_entities import Entities, project
-from gramtower.serving.served_models import Gauge, Metrics, Models
+from gramtower.serving.served_models import Metrics, Models
 from gramtower.serving.snapshot import Histories, NewFeatures, Snapshot
 from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
 
@@ -226,7 +227,7 @@ class Service:
 
     async def _prometheus(self, request: Request) -> Response:
         """Metrics in the text format of Prometheus."""
-        waiting: Gauge = ("gramtower_waiting_requests", "Requests not computed yet.", [((), self.batcher.waiting)])
+        waiting = GaugeMetricFamily("gramtower_waiting_requests", "Requests not computed yet.", self.batcher.waiting)
         text = self.metrics.text([*self.models.gauges(), waiting])
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
