@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-pytest.importorskip("fastapi", reason="the server needs fastapi")
+pytest.importorskip("starlette", reason="the server needs starlette")
 pytest.importorskip("uvicorn", reason="the server needs uvicorn")
 pytest.importorskip("polars", reason="tables are read with polars")
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")

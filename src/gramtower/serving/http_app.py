@@ -13,11 +13,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
-from fastapi import FastAPI, Request
 from numpy.typing import NDArray
 from prometheus_client.metrics_core import GaugeMetricFamily
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
 from gramtower._util.files import plain
@@ -290,13 +292,10 @@ def make_app(
     service = Service(models, metrics, limits, wait)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         service.batcher.close()
 
-    app = FastAPI(
-        title="gramtower", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, lifespan=lifespan
-    )
     described = describe(
         {path: body for path, (_, body) in service.posts.items()},
         {path: handler.__doc__ or "" for path, handler in service.gets.items()},
@@ -312,13 +311,13 @@ def make_app(
         headers = {"content-security-policy": PAGE_POLICY} if kind == "text/html" else None
         return Response(content, headers=headers, media_type=kind)
 
-    for path in service.posts:  # plain routes, as FastAPI's own add time to each request
-        app.add_route(path, service.post(path), ["POST"])
+    routes = [Route(path, service.post(path), methods=["POST"]) for path in service.posts]
     for path, handler in {**service.gets, **dict.fromkeys(fixed, document)}.items():
-        app.add_route(path, handler, ["GET"])
-    for kind in (Refused, TableError, HTTPException, Exception):
-        app.add_exception_handler(kind, _on_error)
-    return Guard(app, metrics, {*service.posts, *service.gets, *fixed}, token, hosts, origins, log), service
+        routes.append(Route(path, handler, methods=["GET"]))
+    kinds = (Refused, TableError, HTTPException, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _on_error), lifespan=lifespan)
+    app.router.redirect_slashes = False
+    return Guard(app, metrics, {route.path for route in routes}, token, hosts, origins, log), service
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
