@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from prometheus_client.metrics_core import GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -28,7 +29,7 @@ from gramtower.serving import request_checks as bodies
 from gramtower.serving.batching import Batcher, CallTask, ListTask, places, work
 from gramtower.serving.messages import Limits, Refused, encode, shown, within
 from gramtower.serving.request_checks import Guard, answer, parse, read_body, refusal
-from gramtower.serving.served_entities import Entities, project
+from gramtower.serving.served_entities import Entities
 from gramtower.serving.served_models import Metrics, Models
 from gramtower.serving.snapshot import Histories, NewFeatures, Snapshot
 from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
@@ -317,7 +318,11 @@ def make_app(
     kinds = (Refused, TableError, HTTPException, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _on_error), lifespan=lifespan)
     app.router.redirect_slashes = False
-    return Guard(app, metrics, {route.path for route in routes}, token, hosts, origins, log), service
+    guarded = Guard(app, metrics, {route.path for route in routes}, token, hosts, log)
+    if not origins:
+        return guarded, service
+    headers = ["authorization", "content-type"]
+    return CORSMiddleware(guarded, list(origins), ["GET", "POST"], headers), service
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -385,7 +390,7 @@ def titled(this: Entities, rows: NDArray[np.int64]) -> list[dict[str, object]]:
 def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, object]:
     """Positions of entities, and for a column its most frequent values, for colours."""
     this = snapshot.side(side)
-    drawn = snapshot.maps.get(side) or snapshot.maps.setdefault(side, project(this))
+    drawn = this.map
     answer: dict[str, Any] = {
         "model": snapshot.name,
         "side": side,

@@ -2,9 +2,8 @@
 
 ``Guard`` is an ASGI layer around the application. Before a body is read it refuses requests without the bearer token
 and, on a loopback address, requests for other host names, so that a web page cannot reach the server by a name that
-resolves to 127.0.0.1. It adds headers against content sniffing, framing and caching, and counts requests. There are no
-CORS headers unless origins were given. starlette's own middleware is not used: it answers in plain text and with other
-statuses, and does not accept the host ``[::1]``.
+resolves to 127.0.0.1; starlette's middleware for this does not accept the host ``[::1]``. It adds headers against
+content sniffing, framing and caching, and counts requests.
 
 Bodies are checked by pydantic with strict types, no further fields and finite numbers. The handlers check lengths
 against :class:`~gramtower.serving.messages.Limits`, so that messages name the limit.
@@ -43,11 +42,6 @@ _HEADERS_OF_STATUS = {
     408: {"connection": "close"},
     413: {"connection": "close"},
     503: {"retry-after": "1"},
-}
-_PREFLIGHT = {
-    "access-control-allow-methods": "GET, POST",
-    "access-control-allow-headers": "authorization, content-type",
-    "access-control-max-age": "600",
 }
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -263,11 +257,10 @@ class Guard:
         paths: Collection[str] = (),
         token: str | None = None,
         hosts: Collection[str] | None = None,
-        origins: Collection[str] = (),
         log: Callable[[Scope, int, float], None] | None = None,
     ) -> None:
         self._app, self._metrics, self._log = app, metrics, log
-        self._paths, self._origins = frozenset(paths), frozenset(origins)
+        self._paths = frozenset(paths)
         self._token = None if token is None else token.encode()
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
@@ -277,10 +270,6 @@ class Guard:
             await self._app(scope, receive, send)
             return
         start, status = time.perf_counter(), 500
-        headers = Headers(scope=scope)
-        origin = headers.get("origin")
-        origin = origin if origin in self._origins else None
-        preflight = scope["method"] == "OPTIONS" and origin is not None
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -289,30 +278,23 @@ class Guard:
                 given = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     given.setdefault(name, value)
-                if origin is not None:
-                    given["access-control-allow-origin"] = origin
-                    given["vary"] = "Origin"
             await send(message)
 
         path = scope["path"] if scope["path"] in self._paths else "other"
         try:
-            refused = self._refused(scope["path"], headers, preflight)
-            if refused is not None:
-                await refusal(refused)(scope, receive, sending)
-            elif preflight:
-                await Response(None, 204, _PREFLIGHT)(scope, receive, sending)
-            else:
-                await self._app(scope, receive, sending)
+            refused = self._refused(scope["path"], Headers(scope=scope))
+            app = self._app if refused is None else refusal(refused)
+            await app(scope, receive, sending)
         finally:
             seconds = time.perf_counter() - start
             self._metrics.request(path, status, seconds)
             if self._log is not None:
                 self._log(scope, status, seconds)
 
-    def _refused(self, path: str, headers: Headers, preflight: bool) -> Refused | None:
+    def _refused(self, path: str, headers: Headers) -> Refused | None:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             return Refused(421, "host: this server does not answer to this name; add it with --allow-host")
-        if self._token is None or path in OPEN or preflight:
+        if self._token is None or path in OPEN:
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token)

@@ -38,7 +38,7 @@ from gramtower.model.two_tower import TwoTower, load
 from gramtower.retrieval.list_rules import Rules, make_rules
 from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, index_path, read_index
 from gramtower.serving.messages import Refused
-from gramtower.serving.served_entities import Entities, Map
+from gramtower.serving.served_entities import Entities
 
 if TYPE_CHECKING:
     from polars import DataFrame
@@ -97,13 +97,11 @@ class Snapshot:
         notes: messages for the operator, such as an index that cannot be used.
         seen: pairs that lists leave out.
         observed: the same without pairs of an entity with itself, if both sides are the same entities.
-        maps: maps that were computed, by side.
         evaluation: metrics on held-out pairs, also by popularity; None without such pairs.
     """
 
     def __init__(self, source: Source) -> None:
-        self.source, self.name, self.notes, self.maps = source, source.name, list[str](), dict[str, Map]()
-        self._units = dict[str, Tensor]()
+        self.source, self.name, self.notes = source, source.name, list[str]()
         check.choice("index", source.index, INDEXES)
         self._path = source.kept or source.path
         self.stamp, self.loaded = source.stamp(), time.time()
@@ -206,14 +204,14 @@ class Snapshot:
 
     def likeness(self, side: str, ids: Sequence[Key], k: int, together: bool = False) -> Query:
         """The query of model.similar; ``together`` asks for one list, for the mean direction of all ids."""
-        this, unit = self.side(side), self.unit(side)
+        this = self.side(side)
         rows = this.rows(ids)
         directed = self._directed[side]
         if directed is not None and not np.isin(rows, directed).all():
             bad = this.names(rows[~np.isin(rows, directed)][:1])[0]
             given = f"{bad!r}, which has no pair and no features"
             raise Refused(422, f"{this.name} ids: got {given}, expected entities with one")
-        embeddings, excluded = unit[torch.from_numpy(rows)], [np.array([row]) for row in rows.tolist()]
+        embeddings, excluded = this.unit[torch.from_numpy(rows)], [np.array([row]) for row in rows.tolist()]
         if together:
             embeddings = torch.nn.functional.normalize(embeddings.mean(0, keepdim=True), dim=1)
             excluded = [np.unique(rows)]
@@ -221,7 +219,7 @@ class Snapshot:
 
     def similar(self, side: str, queries: Sequence[Query]) -> list[Found]:
         """The neighbours of several queries of one side."""
-        return best_lists(queries, self.unit(side))
+        return best_lists(queries, self.side(side).unit)
 
     def score(self, left: Sequence[Key], right: Sequence[Key], scores: str = "raw") -> list[float]:
         """Scores p_iᵀq_j or their probabilities, element by element."""
@@ -278,12 +276,6 @@ class Snapshot:
             return first
         places = np.flatnonzero(pairs.indices == row)[:most]
         return np.searchsorted(pairs.indptr, places, side="right").astype(np.int64) - 1
-
-    def unit(self, side: str) -> Tensor:
-        """The embeddings of a side, normalised to length 1; computed once."""
-        if side not in self._units:
-            self._units[side] = torch.nn.functional.normalize(self.side(side).embeddings, dim=1)
-        return self._units[side]
 
     @cached_property
     def _directed(self) -> dict[str, Rows | None]:
