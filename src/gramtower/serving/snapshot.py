@@ -12,7 +12,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ from gramtower._util import checks as check
 from gramtower._util.files import as_path, is_remote
 from gramtower._util.host import release
 from gramtower.data.entity_table import EntityTable
-from gramtower.data.ids import Key
+from gramtower.data.ids import Key, UnknownIds
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
 from gramtower.model.context import Context
@@ -193,10 +194,8 @@ class Snapshot:
         """Users of a model with context and their embeddings; None for ids of left entities."""
         if context is None and self.model.fitted_.combinations is None:
             return None
-        try:
+        with _refusing():
             return self.model.fitted_.in_context(list(left), context)
-        except ValueError as error:
-            raise Refused(404 if "unknown ids" in str(error) else 422, " ".join(str(error).split())[:500]) from error
 
     def recommend(self, queries: Sequence[Query]) -> list[Found]:
         """The lists of several queries."""
@@ -241,12 +240,8 @@ class Snapshot:
         given: dict[str, Any] = {f"{side}_features": features}
         if histories is not None:
             given["histories"] = histories
-        try:
+        with _refusing(f"{side}_features"):
             embeddings = torch.from_numpy(self.model.embed(**given))
-        except ValueError as error:
-            raise _refused(error, f"{side}_features") from error
-        except ImportError as error:  # the encoder of a column of text is not installed
-            raise Refused(503, f"{side}_features: {error}") from error
         if not bool(torch.isfinite(embeddings).all()):
             raise Refused(422, f"{side}_features: got numbers so large that embeddings overflow, expected smaller ones")
         return embeddings
@@ -256,10 +251,8 @@ class Snapshot:
         own = None if left is None else int(self.left.rows([left])[0])
         other = int(self.right.rows([right])[0])
         matrix = None if histories is None else self._histories(histories)
-        try:
+        with _refusing("left_features"):
             found = self._explainer.explain(own, other, "left", features, matrix)
-        except ValueError as error:
-            raise _refused(error, "left_features") from error
         if not np.isfinite([found.score, found.base, found.remainder]).all():
             raise Refused(422, "left_features: got numbers so large that scores overflow, expected smaller ones")
         return found
@@ -290,21 +283,17 @@ class Snapshot:
                 raise Refused(422, f"{', '.join(name for name in given if name in _OF_TABLE)}: {missing}")
             return self.right.table
 
-        try:
-            fitted = self.model.fitted_
+        fitted = self.model.fitted_
+        with _refusing():
             return make_rules(
                 columns, lambda: fitted.popularity, len(self.right), probability=fitted.calibration, **given
             )
-        except ValueError as error:
-            raise Refused(422, " ".join(str(error).split())[:500]) from error
 
     def _seen_by_described(self, features: NewFeatures, histories: sp.csr_matrix | None) -> sp.csr_matrix | None:
         """Pairs of entities given by features: their histories, and their pairs in training if their ids are known."""
-        try:
+        with _refusing():
             what = None if features is None else described(self.model.left_, features)
             seen = self.model.fitted_.seen_by_described(what, histories, self.left.index)
-        except ValueError as error:
-            raise Refused(422, " ".join(str(error).split())[:500]) from error
         return None if seen is None else seen.sorted_indices()
 
     def _histories(self, histories: Sequence[Sequence[Key]]) -> sp.csr_matrix:
@@ -334,11 +323,18 @@ class Snapshot:
         return index, facts
 
 
-def _refused(error: ValueError, name: str) -> Refused:
-    """The refusal of invalid features, with the name of their field."""
-    text = " ".join(str(error).split())[:500]
-    kinds = ("numeric", "categorical", "list", "text", "vector", "column")  # first words of errors about columns
-    return Refused(422, f"{name}: {text}" if text.startswith(kinds) else text)
+@contextmanager
+def _refusing(field: str | None = None) -> Iterator[None]:
+    """Turn errors of the model into refusals; those about columns of features get the name of their ``field``."""
+    try:
+        yield
+    except ValueError as error:
+        text = " ".join(str(error).split())[:500]
+        kinds = ("numeric", "categorical", "list", "text", "vector", "column")  # first words of errors about columns
+        named = f"{field}: {text}" if field is not None and text.startswith(kinds) else text
+        raise Refused(404 if isinstance(error, UnknownIds) else 422, named) from error
+    except ImportError as error:  # the encoder of a column of text is not installed
+        raise Refused(503, f"{field}: {error}") from error
 
 
 def _private(path: Path) -> TwoTower:
