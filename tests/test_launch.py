@@ -21,6 +21,7 @@ from processes import run_group
 import gramtower as gt
 from gramtower._util.checks import install_line
 from gramtower._util.files import as_path, write_text
+from gramtower._util.remote import RemotePath
 from gramtower.distributed.group import SINGLE, PeerError
 from gramtower.distributed.partition import read_part, write_partition
 from gramtower.launch import ray as on_ray
@@ -141,6 +142,16 @@ def test_a_process_whose_run_was_taken_over_refuses_nothing_to_its_successor(rem
     assert not job.refused
     job.work(SINGLE)
     assert len(job.launched().history) == 21
+
+
+def test_ray_refuses_a_store_that_it_cannot_write_to(parts, monkeypatch):
+    pytest.importorskip("ray.train.torch", reason="needs ray, which is not installed")
+    pytest.importorskip("obstore", reason="object storage needs obstore")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "lake")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    monkeypatch.setattr(RemotePath, "exists", lambda self: False)  # there is no such store here
+    with pytest.raises(ValueError, match=r"^out: got az://lake/run"):
+        on_ray.fit(parts, SETTINGS, out="az://lake/run")
 
 
 def fit(engine, parts, out, settings=SETTINGS):

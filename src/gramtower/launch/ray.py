@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from gramtower._util import checks as check
 from gramtower._util.checks import need
+from gramtower._util.files import is_remote
 from gramtower.data.frames import Column
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ray.train import ScalingConfig
 
 _PAUSE = 10.0  # least seconds between reports
+_STORES = ("s3", "gs")  # schemes of URLs to which Ray can write its own files
 
 
 def fit(
@@ -70,6 +72,8 @@ def fit(
         check.fail("scaling_config", type(scaling_config).__name__, "a ray.train.ScalingConfig, or None")
     failures = train.FailureConfig(max_failures=check.count("max_failures", max_failures, minimum=0))
     job = make_job(path, columns, settings, out, left_features, right_features)
+    if is_remote(job.out) and job.out.scheme not in _STORES:
+        check.fail("out", job.out, f"a folder, or a URL that pyarrow can write for Ray: {', '.join(_STORES)}")
     trainer = torch.TorchTrainer(
         _work, train_loop_config={"job": job}, scaling_config=scaling_config,
         run_config=train.RunConfig(name=job.out.name, storage_path=str(job.out.parent), failure_config=failures),
