@@ -18,6 +18,7 @@ from typing import Any
 
 from gramtower.serving.request_checks import Body
 
+Content = dict[str, Any]  # for JSON
 _QUERIES = {"/map": ("model", "side", "column"), "/run": ("model",)}
 _STATUSES = {
     400: "The client has disconnected.",
@@ -43,9 +44,9 @@ _HEAD = (
 )
 
 
-def describe(bodies: Mapping[str, type[Body]], texts: Mapping[str, str]) -> dict[str, Any]:
+def describe(bodies: Mapping[str, type[Body]], texts: Mapping[str, str]) -> Content:
     """The OpenAPI description."""
-    paths: dict[str, dict[str, Any]] = {}
+    paths: Content = {}
     for path, body in bodies.items():
         content = {"application/json": {"schema": body.model_json_schema(ref_template="#/components/schemas/{model}")}}
         operation = _operation(path, body.__doc__ or "", _STATUSES)
@@ -58,7 +59,7 @@ def describe(bodies: Mapping[str, type[Body]], texts: Mapping[str, str]) -> dict
     return {"openapi": "3.1.0", "info": {"title": "gramtower", "version": version}, "paths": paths}
 
 
-def _operation(path: str, text: str, statuses: Iterable[int]) -> dict[str, Any]:
+def _operation(path: str, text: str, statuses: Iterable[int]) -> Content:
     name = path.strip("/")
     answer = {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}
     refusals = {str(status): {"description": _STATUSES[status]} for status in statuses}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import scipy.sparse as sp
@@ -116,10 +116,11 @@ def ranking_metrics_at_k(
 def _metric(key: str, name: str, label: str) -> Callable[..., float]:
     """A function with the arguments of :func:`ranking_metrics_at_k` that returns one of its metrics."""
 
-    def metric_at_k(*given: Any, **named: Any) -> float:
-        return ranking_metrics_at_k(*given, **named)[key]
+    def metric_at_k(*given: object, **named: object) -> float:
+        return metrics(*given, **named)[key]
 
-    vars(metric_at_k)["__signature__"] = signature(ranking_metrics_at_k).replace(return_annotation="float")
+    metrics: Callable[..., dict[str, float]] = ranking_metrics_at_k
+    vars(metric_at_k)["__signature__"] = signature(metrics).replace(return_annotation="float")
     metric_at_k.__name__ = metric_at_k.__qualname__ = name
     metric_at_k.__doc__ = f"{label} of :func:`ranking_metrics_at_k`."
     return metric_at_k

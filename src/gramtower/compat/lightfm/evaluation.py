@@ -72,7 +72,7 @@ def _of_all(name: str, about: str, empty: float, metric: _Metric) -> Callable[..
     arguments = [one for one in signature(inner).parameters.values() if one.name != "k"]
     without_k = signature(inner).replace(parameters=arguments)
 
-    def of_users(*given: Any, **named: Any) -> Values:
+    def of_users(*given: object, **named: object) -> Values:
         return inner(**without_k.bind(*given, **named).arguments)
 
     vars(of_users)["__signature__"] = without_k
