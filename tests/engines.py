@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import secrets
 import sys
 import warnings
@@ -43,6 +44,8 @@ def spark_session():
     sql = pytest.importorskip("pyspark.sql", reason="needs pyspark, which is not installed")
     with environment():
         made = sql.SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+        for name in (name for name in os.environ if name.startswith("AWS_")):  # a JVM may have started without them
+            made = made.config(f"spark.executorEnv.{name}", os.environ[name])
         session = made.config("spark.ui.showConsoleProgress", "false").getOrCreate()
         yield session
         session.stop()

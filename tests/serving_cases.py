@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 
-pytest.importorskip("fastapi", reason="the server needs fastapi")
+pytest.importorskip("starlette", reason="the server needs starlette")
 pytest.importorskip("uvicorn", reason="the server needs uvicorn")
 pytest.importorskip("polars", reason="tables are read with polars")
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
@@ -29,7 +29,6 @@ from gramtower.data import frames
 from gramtower.data.tables import FeatureTable
 from gramtower.serving.http_app import make_app
 from gramtower.serving.messages import encode
-from gramtower.serving.request_checks import TimedProtocol
 from gramtower.serving.served_models import Metrics, Models
 from gramtower.serving.server import bound
 from gramtower.serving.snapshot import Source, TableSource
@@ -119,11 +118,11 @@ def client(*sources, **options):
 
 
 @contextmanager
-def listening(*sources, http=TimedProtocol, **options):
+def listening(*sources, **options):
     """A server at a port of this machine, in a thread."""
     app, _ = service(*sources, **options)
     with bound("127.0.0.1", 0) as socket:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none", http=http))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [socket]})
         thread.start()
         try:

@@ -229,7 +229,7 @@ def test_the_command_line_asks_in_a_context(run, capsys):
 
 
 def test_the_server_asks_in_a_context(run):
-    cases = pytest.importorskip("serving_cases", reason="the server needs fastapi")
+    cases = pytest.importorskip("serving_cases", reason="the server needs starlette")
     path = run / "run" / "model.gramtower"
     model = gt.load(path)
     with cases.client(cases.source("context", table=False, path=path)) as client:

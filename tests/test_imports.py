@@ -33,7 +33,7 @@ LAZY = {  # imports inside of functions, for methods of the estimator that start
     "model.two_tower": {"experiments"},
 }
 HEAVY = ("numba", "triton", "polars", "matplotlib", "rich", "cyclopts", "safetensors", "pandas", "optuna")
-HEAVY += ("implicit", "threadpoolctl", "fastapi", "uvicorn", "pydantic", "faiss", "hnswlib", "onnx", "onnxscript")
+HEAVY += ("implicit", "threadpoolctl", "starlette", "uvicorn", "pydantic", "faiss", "hnswlib", "onnx", "onnxscript")
 HEAVY += ("prometheus_client", "obstore", "boto3", "botocore", "pyspark", "ray", "pyarrow")
 HEAVY += ("model2vec", "tokenizers", "sentence_transformers", "transformers", "huggingface_hub")
 

@@ -20,6 +20,8 @@ from processes import run_group
 
 import gramtower as gt
 from gramtower._util.checks import install_line
+from gramtower._util.files import as_path, write_text
+from gramtower._util.remote import RemotePath
 from gramtower.distributed.group import SINGLE, PeerError
 from gramtower.distributed.partition import read_part, write_partition
 from gramtower.launch import ray as on_ray
@@ -86,6 +88,70 @@ def test_other_errors_are_raised_for_the_engine_and_the_first_cause_is_kept(part
             job.work(SINGLE)
     assert not job.refused
     assert "process 0 of 1: MemoryError: the node is full" in str(job.failed("Spark", RuntimeError("a long trace")))
+
+
+@pytest.fixture
+def remote_parts(s3, parts):
+    write_partition(shared_fits.interactions(), "s3://lake/parts", 4)
+    return "s3://lake/parts"
+
+
+def test_the_folder_of_a_run_may_be_a_url(remote_parts, parts, tmp_path):
+    short = gt.TwoTower(**SETTINGS.get_params() | {"max_iterations": 6})
+    for iterations in (3, 6):  # the second call continues
+        settings = gt.TwoTower(**short.get_params() | {"max_iterations": iterations})
+        job = job_of(remote_parts, "s3://lake/runs/one", settings)
+        job.work(SINGLE)
+        launched = job.launched()
+    assert str(launched.model) == "s3://lake/runs/one/model.gramtower"
+    local = job_of(parts, tmp_path / "run", short)
+    local.work(SINGLE)
+    expected = local.launched()
+    assert [record.value for record in launched.history] == [record.value for record in expected.history]
+    found, wanted = gt.load(launched.model), gt.load(expected.model)
+    np.testing.assert_array_equal(found.left_.embeddings, wanted.left_.embeddings)
+    names = {str(path)[len("s3://lake/runs/") :] for path in as_path("s3://lake/runs").below()}
+    assert names == {
+        "one/model.gramtower",
+        "one/history.jsonl",
+        "one/checkpoint/fit.safetensors",
+        "one/checkpoint/fit.safetensors.history",
+    }
+
+
+def test_errors_of_a_run_with_a_url_are_those_of_a_folder(remote_parts):
+    job = job_of(remote_parts, "s3://lake/run", gt.TwoTower(dim=0, device="cpu", select=False))
+    job.work(SINGLE)
+    with pytest.raises(ValueError, match=r"^dim: got 0"):
+        job.launched()
+    for out in ("https://lake.example/run", "s3://lake"):
+        with pytest.raises(ValueError, match=r"^out: "):
+            job_of(remote_parts, out)
+
+
+def test_a_process_whose_run_was_taken_over_refuses_nothing_to_its_successor(remote_parts):
+    """It still ends when the next attempt works already, and must not leave an error that ends all attempts."""
+    job = job_of(remote_parts, "s3://lake/run", gt.TwoTower(**SETTINGS.get_params() | {"max_iterations": 20}))
+
+    def taken(record, point):
+        if record.iteration == 2:
+            write_text(as_path("s3://lake/run.lock"), "0: process 1 on another machine")
+
+    with pytest.raises(OSError, match="process 1 on another machine"):
+        job.work(SINGLE, [taken])
+    assert not job.refused
+    job.work(SINGLE)
+    assert len(job.launched().history) == 21
+
+
+def test_ray_refuses_a_store_that_it_cannot_write_to(parts, monkeypatch):
+    pytest.importorskip("ray.train.torch", reason="needs ray, which is not installed")
+    pytest.importorskip("obstore", reason="object storage needs obstore")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "lake")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    monkeypatch.setattr(RemotePath, "exists", lambda self: False)  # there is no such store here
+    with pytest.raises(ValueError, match=r"^out: got az://lake/run"):
+        on_ray.fit(parts, SETTINGS, out="az://lake/run")
 
 
 def fit(engine, parts, out, settings=SETTINGS):

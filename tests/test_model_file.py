@@ -58,6 +58,17 @@ def test_a_copy_written_anew_is_the_same_model(saved, tmp_path):
     assert repr(one) == repr(two)
 
 
+def test_a_loaded_model_does_not_depend_on_its_file(saved, tmp_path):
+    path = tmp_path / "m"
+    path.write_bytes(saved.read_bytes())
+    model, before = gt.load(path), gt.load(saved)
+    path.write_bytes(b"\0" * path.stat().st_size)  # in place
+    for side in ("left_", "right_"):
+        np.testing.assert_array_equal(getattr(model, side).embeddings, getattr(before, side).embeddings)
+    np.testing.assert_array_equal(model.left_weights, before.left_weights)
+    assert (model.seen_ != before.seen_).nnz == 0
+
+
 def test_a_model_keeps_what_the_data_calls_its_entities(tmp_path):
     pairs = [("ann", "tea"), ("ann", "jam"), ("bob", "tea"), ("bob", "rye")]
     bought = gt.Interactions.from_arrays(*zip(*pairs, strict=True), left_name="buyer", right_name="good")

@@ -6,6 +6,7 @@ import functools
 import gc
 import gzip
 import http.server
+import importlib
 import json
 import os
 import pickle
@@ -17,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+import engines
 import numpy as np
 import pytest
 
@@ -196,7 +198,7 @@ def test_of_two_runs_with_one_checkpoint_the_later_one_goes_on(s3):
     with remote.holding(path):
         upload("s3://lake/run/checkpoint", b"mine")
         upload("s3://lake/run.lock", b"0: process 1 on another machine")  # as another process does
-        with pytest.raises(ValueError, match=r"s3://lake/run .*process 1 on another machine"):
+        with pytest.raises(OSError, match=r"s3://lake/run .*process 1 on another machine"):
             upload("s3://lake/run/checkpoint", b"mine again")
     assert as_path("s3://lake/run/checkpoint").read_bytes() == b"mine"
     assert as_path("s3://lake/run.lock").exists()  # which is the other's
@@ -268,6 +270,26 @@ def test_a_server_and_its_index_follow_the_object(s3):
     upload(str(path), b"half of a model")
     assert models.reload(changed_only=True) == []
     assert "s3://lake/model.gramtower" in models.refused["one"]
+
+
+@pytest.mark.filterwarnings(*engines.QUIET)
+@pytest.mark.parametrize("engine", ["spark", "ray"])
+def test_engines_take_urls(s3, engine):
+    settings = gt.TwoTower(dim=3, hidden=(4,), device="cpu", optimizer="gd", max_iterations=12, select=False)
+    pairs = gt.Interactions.from_frame(frame(), "user", "item")
+    write_partition(pairs, "s3://lake/parts", 2)
+    launch = importlib.import_module(f"gramtower.launch.{engine}")
+    with engines.spark_session() if engine == "spark" else engines.ray_cluster() as started:
+        two = {"num_processes": 2}
+        if engine == "ray":
+            two = {"scaling_config": started.train.ScalingConfig(num_workers=2)}
+        launched = launch.fit("s3://lake/parts", settings, out="s3://lake/runs/one", **two)
+    assert str(launched.model) == "s3://lake/runs/one/model.gramtower"
+    assert [record.iteration for record in launched.history] == list(range(13))
+    values = [record.value for record in settings.fit(read_part("s3://lake/parts")).history_]
+    assert [record.value for record in launched.history] == pytest.approx(values, rel=1e-5)
+    assert len(gt.load(launched.model).left_.ids) == len(pairs.left_ids)
+    assert as_path("s3://lake/runs/one/checkpoint/fit.safetensors").is_file()
 
 
 class Proxy:

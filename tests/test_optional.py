@@ -25,7 +25,7 @@ NAMES = {
 UNUSED = {"playwright"}  # by the library: tests of pages need it
 GUARDED = {
     "cli": {"cyclopts", "rich"},  # by cli.main
-    "serving": {"fastapi", "prometheus_client", "pydantic", "starlette", "uvicorn"},  # by cli.serve
+    "serving": {"prometheus_client", "pydantic", "starlette", "uvicorn"},  # by cli.serve
     "experiments/tuning/study.py": {"optuna"},  # by open_study, which makes what the rest works on
     "engine/kernels/programs.py": {"triton"},  # by select, which warns
     "demo.py": {"matplotlib"},  # says how to get the picture
@@ -118,9 +118,9 @@ def test_a_package_that_is_there_but_broken_says_why(tmp_path, monkeypatch):
 
 def test_the_package_that_is_missing_is_named_and_others_by_their_own_names():
     absent = ModuleNotFoundError("No module named 'pydantic'", name="pydantic.v1")
-    assert "needs pydantic, which is not installed" in str(missing("serve", "fastapi", absent))
+    assert "needs pydantic, which is not installed" in str(missing("serve", "starlette", absent))
     other = ModuleNotFoundError("No module named 'anyio'", name="anyio")
-    assert str(missing("serve", "fastapi", other)).endswith('pip install "gramtower[serve]"')
+    assert str(missing("serve", "starlette", other)).endswith('pip install "gramtower[serve]"')
     assert install_line("mlflow") == "pip install mlflow"
 
 
@@ -139,7 +139,7 @@ def runtime_imports(tree):
 @pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_no_module_imports_an_optional_package_past_the_helper(path):
     name = path.relative_to(SOURCE).as_posix()
-    known = {*EXTRAS, "starlette", "mlflow", "tensorboard", "wandb", "pandas", "sklearn", "IPython", "implicit"}
+    known = {*EXTRAS, "mlflow", "tensorboard", "wandb", "pandas", "sklearn", "IPython", "implicit"}
     allowed = GUARDED.get(name, set()) | GUARDED.get(name.split("/")[0], set())
     assert set(runtime_imports(ast.parse(path.read_text()))) & known <= allowed
 

@@ -33,7 +33,7 @@ NAMES = {
 SCRIPT = """
 import importlib, json, os, pkgutil, sys, warnings
 import numba, numpy, safetensors.numpy, safetensors.torch, scipy.sparse.csgraph, scipy.linalg, torch
-for name in ("polars", "rich.progress", "cyclopts", "optuna", "matplotlib.pyplot", "uvicorn", "fastapi",
+for name in ("polars", "rich.progress", "cyclopts", "optuna", "matplotlib.pyplot", "uvicorn", "starlette",
              "prometheus_client", "faiss", "triton", "httptools", "pydantic"):
     try:
         importlib.import_module(name)

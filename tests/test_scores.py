@@ -343,7 +343,7 @@ def test_the_shell_calibrates_and_shows_probabilities(tmp_path, capsys):
 
 
 def test_the_server_answers_with_probabilities_and_percentiles(tmp_path):
-    cases = pytest.importorskip("serving_cases", reason="the server needs fastapi")
+    cases = pytest.importorskip("serving_cases", reason="the server needs starlette")
     model, held_out, _ = fitted()
     model.calibrate(held_out).save(tmp_path / "m.gramtower")
     left = ["u3", "u5"]

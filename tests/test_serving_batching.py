@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the server needs fastapi")
+pytest.importorskip("starlette", reason="the server needs starlette")
 
 from gramtower.serving.batching import Batcher
 from gramtower.serving.messages import Refused

@@ -125,6 +125,6 @@ def test_bad_arguments_are_named(options, message):
 
 def test_the_client_needs_neither_torch_nor_a_server():
     script = "import sys; from gramtower.serving.client import Client"
-    script += "; print([name for name in ('torch', 'fastapi', 'uvicorn', 'polars') if name in sys.modules])"
+    script += "; print([name for name in ('torch', 'starlette', 'uvicorn', 'polars') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -6,7 +6,7 @@ import re
 
 from serving_cases import client
 
-from gramtower.serving.served_models import Metrics
+from gramtower.serving.served_models import GaugeMetricFamily, Metrics
 
 LINE = re.compile(
     r"(?:# (?:HELP|TYPE) [a-z_]+ .+|[a-z_]+(?:\{[a-z]+=\"[^\"\n]*\"(?:,[a-z]+=\"[^\"\n]*\")*\})? [-+.e\d]+)"
@@ -44,5 +44,15 @@ def test_a_histogram_counts_up_to_each_bound():
 
 
 def test_labels_are_escaped():
-    text = Metrics().text([("x", "help", [((("model", 'a"b\\c\nd'),), 1.0)])])
+    gauge = GaugeMetricFamily("x", "help", labels=["model"])
+    gauge.add_metric(['a"b\\c\nd'], 1.0)
+    text = Metrics().text([gauge])
     assert 'x{model="a\\"b\\\\c\\nd"} 1' in text
+
+
+def test_every_line_names_the_worker():
+    metrics = Metrics("3")
+    metrics.request("/x", 200, 0.5)
+    samples = [line for line in metrics.text().splitlines() if not line.startswith("#")]
+    assert 'gramtower_requests_total{path="/x",status="200",worker="3"} 1.0' in samples
+    assert all('worker="3"' in line for line in samples)

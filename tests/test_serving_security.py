@@ -62,8 +62,12 @@ def test_cors_is_off_unless_an_origin_was_given(api):
     assert api.request("OPTIONS", "/score", headers=origin).status_code == 405
     with client(origins=["https://a.example"], token="t") as open_to_one:
         before = open_to_one.request("OPTIONS", "/score", headers=origin)
-        assert before.status_code == 204
+        assert before.status_code == 200
         assert before.headers["access-control-allow-origin"] == "https://a.example"
+        assert "POST" in before.headers["access-control-allow-methods"]
+        own = open_to_one.get("/health", headers=origin)
+        assert own.headers["access-control-allow-origin"] == "https://a.example"
+        assert own.headers["vary"] == "Origin"
         other = open_to_one.get("/health", headers={"origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
         assert open_to_one.get("/models", headers=origin).status_code == 401

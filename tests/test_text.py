@@ -300,7 +300,7 @@ def test_the_shell_fits_updates_and_recommends_with_encoders(tmp_path, capsys):
 
 
 def test_the_server_encodes_new_rows(tmp_path, monkeypatch):
-    pytest.importorskip("fastapi", reason="the server needs fastapi")
+    pytest.importorskip("starlette", reason="the server needs starlette")
     from serving_cases import client, source
 
     model2vec(tmp_path / "model")

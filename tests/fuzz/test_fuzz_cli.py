@@ -13,7 +13,7 @@ from harness import Fuzz
 
 pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
 pytest.importorskip("polars", reason="the command line reads tables with polars")
-pytest.importorskip("fastapi", reason="serve needs fastapi")
+pytest.importorskip("starlette", reason="serve needs starlette")
 pytest.importorskip("faiss", reason="index needs faiss")
 
 from gramtower import demo

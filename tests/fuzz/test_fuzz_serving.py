@@ -36,7 +36,6 @@ from serving_cases import ODD, Client, client, folder, listening, service, sourc
 import gramtower as gt
 from gramtower._util.files import replacing
 from gramtower.serving.messages import Limits
-from gramtower.serving.request_checks import TimedProtocol
 
 LEAST = int(os.environ.get("FUZZ_REQUESTS", "10000")) if MINUTES else 400
 POSTS = ("/recommend", "/similar", "/score", "/embed", "/explain", "/search", "/entity")
@@ -244,10 +243,7 @@ def test_hostile_bytes_on_connections_are_answered_or_end():
     """Connections that are broken, cut off, in pieces, reset or that smuggle; the server answers the next one."""
     fuzz = Fuzz("connections", 60)
 
-    class Hurried(TimedProtocol):
-        head_seconds = 0.4
-
-    with listening(source(), http=Hurried, limits=Limits(body=20_000, body_seconds=0.4)) as address:
+    with listening(source(), limits=Limits(body=20_000, body_seconds=0.4)) as address:
         port = int(address.split(":")[2].strip("/"))
 
         def exchange(rng):

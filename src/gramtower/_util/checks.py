@@ -281,7 +281,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "triton": "gpu",
     "optuna": "tune",
-    "fastapi": "serve",
+    "starlette": "serve",
     "pydantic": "serve",
     "uvicorn": "serve",
     "httptools": "serve",

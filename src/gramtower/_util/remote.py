@@ -285,18 +285,18 @@ def uploading(path: RemotePath) -> Iterator[Path]:
                 found = lock.read_text() if lock.exists() else "which has ended"
                 if found != mark:
                     why = f"was taken over by another run ({found.rpartition(': ')[2]})"
-                    raise ValueError(f"path: {held} {why}; this run writes nothing more there")
+                    raise OSError(f"{held} {why}; this run writes nothing more there")
         size = max(PART, -(-partial.stat().st_size // _PARTS))
         with _naming(path):
             _obstore().put(store, key, partial, chunk_size=size, max_concurrency=THREADS)
 
 
-def check_writable(path: RemotePath) -> None:
-    """Refuse a URL that can only be read, or that has no key."""
+def check_writable(path: RemotePath, name: str = "path") -> None:
+    """Refuse a URL that can only be read, or that has no key; the error names the argument ``name``."""
     if path.scheme in READ_ONLY:
-        raise ValueError(f"path: got {path}, which can only be read, expected a local path, s3://, gs:// or az://")
+        raise ValueError(f"{name}: got {path}, which can only be read, expected a local path, s3://, gs:// or az://")
     if not path.place[1]:
-        raise ValueError(f"path: got {path}, expected a name after the bucket")
+        raise ValueError(f"{name}: got {path}, expected a name after the bucket")
 
 
 @contextmanager

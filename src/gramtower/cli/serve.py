@@ -108,7 +108,7 @@ def serve(
         from gramtower.serving.server import Options
         from gramtower.serving.server import serve as run_server
     except ImportError as error:
-        raise missing("serve", "fastapi", error) from error
+        raise missing("serve", "starlette", error) from error
     workers = check.count("--workers", workers, most=MOST_WORKERS)
     options = Options(
         host, port, _token(token_file), allow_host or (), allow_origin or (), 1.0 if watch else None, wait, limits,

@@ -267,6 +267,10 @@ def index_of(ids: Ids) -> dict[Key, int]:
     return {key: row for row, key in enumerate(ids.tolist())}
 
 
+class UnknownIds(ValueError):
+    """Ids that an index does not have."""
+
+
 def rows_of(name: str, ids: IdsLike, index: Mapping[Key, int], expected: str | None = None) -> NDArray[np.int64]:
     """Look up the rows of ids; the error names unknown ids and similar ones, and ends with ``expected``."""
     keys = [key_of(name, cell) for cell in check.ids(name, ids)]
@@ -274,7 +278,9 @@ def rows_of(name: str, ids: IdsLike, index: Mapping[Key, int], expected: str | N
     if unknown:
         named = "; ".join(f"{key!r}{_hint(key, index)}" for key in dict.fromkeys(unknown[:_NAMED]))
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
-        check.fail(name, f"unknown ids {named}{more}", expected or f"ids among the {len(index)} known")
+        raise UnknownIds(
+            f"{name}: got unknown ids {named}{more}, expected {expected or f'ids among the {len(index)} known'}"
+        )
     return np.fromiter((index[key] for key in keys), dtype=np.int64, count=len(keys))
 
 

@@ -1,6 +1,7 @@
 """A fit over processes that an engine starts: its checked arguments, the work of one process, and the result.
 
-The processes read their shares of a partition and have the folder of the run in common:
+The processes read their shares of a partition and have the folder of the run in common. Both may be URLs of object
+storage:
 
     model.gramtower          the model, when the fit has ended
     history.jsonl            one record an iteration
@@ -9,6 +10,7 @@ The processes read their shares of a partition and have the folder of the run in
 
 An engine starts all processes again when one is lost. Another attempt does not mend bad arguments or bad data, so a
 process ends normally after a ``ValueError``, later attempts end at once, and the caller gets the error from the file.
+A process of an earlier attempt that still runs when another one has taken over a URL ends with an ``OSError``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gramtower._util import checks as check
-from gramtower._util.files import write_json
+from gramtower._util.files import is_remote, write_json
 from gramtower.data.frames import Column
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import Group, PeerError
@@ -101,7 +103,10 @@ class Job:
 
     @contextmanager
     def _held(self, group: Group) -> Iterator[None]:
-        """Lock the folder; the processes of an earlier attempt, which may still be ending, have some time for it."""
+        """Lock the folder; the processes of an earlier attempt, which may still be ending, have some time for it.
+
+        A URL cannot be locked, so that this attempt takes it over at once.
+        """
         with ExitStack() as stack:
             for attempt in range(_TRIES):
                 try:
@@ -149,6 +154,10 @@ def make_job(
     if not isinstance(settings, ModelSettings):
         check.fail("settings", type(settings).__name__, "a gramtower.TwoTower with the settings of the fit")
     as_solver(settings.optimizer, dict(settings.solver_options()))
+    if is_remote(run):
+        from gramtower._util.remote import check_writable
+
+        check_writable(run, "out")
     if run.exists() and not run.is_dir():
         check.fail("out", f"{run}, which is a file", "a folder that all processes can write")
     return Job(folder, dict(named), run, settings.with_changes().get_params(), left_features, right_features)

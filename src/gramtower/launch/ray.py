@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from gramtower._util import checks as check
 from gramtower._util.checks import need
+from gramtower._util.files import is_remote
 from gramtower.data.frames import Column
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from ray.train import ScalingConfig
 
 _PAUSE = 10.0  # least seconds between reports
+_STORES = ("s3", "gs")  # schemes of URLs to which Ray can write its own files
 
 
 def fit(
@@ -49,9 +51,10 @@ def fit(
     The same call continues a fit that was stopped, from its last checkpoint.
 
     Args:
-        path: a folder of Parquet files in which no left id is in two parts; every worker must be able to read it.
+        path: a folder of Parquet files in which no left id is in two parts, or its URL; every worker must be able to
+            read it.
         settings: the settings of the fit: a :class:`~gramtower.TwoTower`.
-        out: folder of the run, which every worker can write: model, history, checkpoint and Ray's own files.
+        out: folder of the run, which every worker can write, or its URL: model, history, checkpoint, Ray's own files.
         columns: columns of the files, such as ``{"left": "user", "right": "item"}``, also "value" and "weight"; None if
             the first two are the ids.
         scaling_config: number and resources of workers, a ``ray.train.ScalingConfig``; None for one worker.
@@ -69,6 +72,8 @@ def fit(
         check.fail("scaling_config", type(scaling_config).__name__, "a ray.train.ScalingConfig, or None")
     failures = train.FailureConfig(max_failures=check.count("max_failures", max_failures, minimum=0))
     job = make_job(path, columns, settings, out, left_features, right_features)
+    if is_remote(job.out) and job.out.scheme not in _STORES:
+        check.fail("out", job.out, f"a folder, or a URL that pyarrow can write for Ray: {', '.join(_STORES)}")
     trainer = torch.TorchTrainer(
         _work, train_loop_config={"job": job}, scaling_config=scaling_config,
         run_config=train.RunConfig(name=job.out.name, storage_path=str(job.out.parent), failure_config=failures),
@@ -94,9 +99,10 @@ class _Report:
         self._reported, self._due = 0.0, time.monotonic() + _PAUSE
 
     def __call__(self, record: Record, point: Point) -> None:
-        written = self._checkpoint.stat().st_mtime if self._checkpoint.exists() else 0.0
-        new = written != self._reported and time.monotonic() >= self._due
-        if current_group().from_first(new):  # every process has to report, or none
+        group, written = current_group(), self._reported
+        if group.rank == 0 and time.monotonic() >= self._due:  # of a URL, this asks the store
+            written = self._checkpoint.stat().st_mtime if self._checkpoint.exists() else 0.0
+        if group.from_first(written != self._reported):  # every process has to report, or none
             self._reported, self._due = written, time.monotonic() + _PAUSE
             self._send(record)
 
@@ -105,7 +111,7 @@ class _Report:
             self._send(result.history[-1])
 
     def _send(self, record: Record) -> None:
-        folder = self._train.Checkpoint.from_directory(str(self._checkpoint.parent))
+        folder = self._train.Checkpoint(str(self._checkpoint.parent))
         self._train.report(
             {"iteration": record.iteration, **numbers_of(record)}, checkpoint=folder,
             checkpoint_upload_mode=self._train.CheckpointUploadMode.NO_UPLOAD,

@@ -46,9 +46,10 @@ def fit(
     The same call continues a fit that was stopped, from its last checkpoint.
 
     Args:
-        path: a folder of Parquet files in which no left id is in two parts; every executor must be able to read it.
+        path: a folder of Parquet files in which no left id is in two parts, or its URL; every executor must be able to
+            read it.
         settings: the settings of the fit: a :class:`~gramtower.TwoTower`.
-        out: folder of the run, which the driver and every executor can write: model, history and checkpoint.
+        out: folder of the run, which the driver and every executor can write, or its URL: model, history, checkpoint.
         columns: columns of the files, such as ``{"left": "user", "right": "item"}``, also "value" and "weight"; None if
             the first two are the ids.
         num_processes: number of processes, at most the number of parts and of tasks that Spark can run at once.

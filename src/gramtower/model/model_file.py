@@ -125,6 +125,7 @@ def read_model(
     """The settings and the model of a file, its towers made by ``towers`` if they are the caller's own; see load."""
     if towers is not None and not callable(towers):
         check.fail("towers", type(towers).__name__, "a function from a Problem to Towers, or None")
+    check.flag("mapped", mapped)
     if not path.exists():
         raise FileNotFoundError(f"model: {path} does not exist")
     try:
@@ -135,6 +136,8 @@ def read_model(
         with file.reading() as read:
             pairs = [_pairs(header, name, read) for name in ("seen", "further")]
             tensors = {name: read(name) for name in file.shapes}
+            if not mapped:  # what is read is mapped until it is copied; towers copy their parameters themselves
+                tensors |= {name: one.clone() for name, one in tensors.items() if not name.startswith("parameters|")}
             ids = {side: _ids(side, tensors) for side in ("left", "right")}
             inputs = {side: inputs[side].with_tensors(side, tensors) for side in inputs}
             inputs["left"] = inputs["left"].with_usual_history(pairs[0])
@@ -150,7 +153,7 @@ def read_model(
     if _FACTORS[0] in tensors:
         params["imputed"] = tuple(tensors[name].numpy() for name in _FACTORS)
     settings = ModelSettings(**params, towers=towers)
-    made = _towers(settings, header, inputs, tensors, check.flag("mapped", mapped))
+    made = _towers(settings, header, inputs, tensors, mapped)
     left, right = (
         Side(side, ids[side], tensors[side] if side in tensors else _table(made, side), inputs[side], numbered, added)
         for side, numbered, added in zip(("left", "right"), header.numbered, header.added, strict=True)

@@ -13,10 +13,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
-from fastapi import FastAPI, Request
 from numpy.typing import NDArray
+from prometheus_client.metrics_core import GaugeMetricFamily
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
 from gramtower._util.files import plain
@@ -25,8 +29,8 @@ from gramtower.serving import request_checks as bodies
 from gramtower.serving.batching import Batcher, CallTask, ListTask, places, work
 from gramtower.serving.messages import Limits, Refused, encode, shown, within
 from gramtower.serving.request_checks import Guard, answer, parse, read_body, refusal
-from gramtower.serving.served_entities import Entities, project
-from gramtower.serving.served_models import Gauge, Metrics, Models
+from gramtower.serving.served_entities import Entities
+from gramtower.serving.served_models import Metrics, Models
 from gramtower.serving.snapshot import Histories, NewFeatures, Snapshot
 from gramtower.serving.web_page import PAGE_POLICY, api_page, describe, page
 
@@ -226,7 +230,7 @@ class Service:
 
     async def _prometheus(self, request: Request) -> Response:
         """Metrics in the text format of Prometheus."""
-        waiting: Gauge = ("gramtower_waiting_requests", "Requests not computed yet.", [((), self.batcher.waiting)])
+        waiting = GaugeMetricFamily("gramtower_waiting_requests", "Requests not computed yet.", self.batcher.waiting)
         text = self.metrics.text([*self.models.gauges(), waiting])
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -289,13 +293,10 @@ def make_app(
     service = Service(models, metrics, limits, wait)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         service.batcher.close()
 
-    app = FastAPI(
-        title="gramtower", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False, lifespan=lifespan
-    )
     described = describe(
         {path: body for path, (_, body) in service.posts.items()},
         {path: handler.__doc__ or "" for path, handler in service.gets.items()},
@@ -311,13 +312,17 @@ def make_app(
         headers = {"content-security-policy": PAGE_POLICY} if kind == "text/html" else None
         return Response(content, headers=headers, media_type=kind)
 
-    for path in service.posts:  # plain routes, as FastAPI's own add time to each request
-        app.add_route(path, service.post(path), ["POST"])
+    routes = [Route(path, service.post(path), methods=["POST"]) for path in service.posts]
     for path, handler in {**service.gets, **dict.fromkeys(fixed, document)}.items():
-        app.add_route(path, handler, ["GET"])
-    for kind in (Refused, TableError, HTTPException, Exception):
-        app.add_exception_handler(kind, _on_error)
-    return Guard(app, metrics, {*service.posts, *service.gets, *fixed}, token, hosts, origins, log), service
+        routes.append(Route(path, handler, methods=["GET"]))
+    kinds = (Refused, TableError, HTTPException, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _on_error), lifespan=lifespan)
+    app.router.redirect_slashes = False
+    guarded = Guard(app, metrics, {route.path for route in routes}, token, hosts, log)
+    if not origins:
+        return guarded, service
+    headers = ["authorization", "content-type"]
+    return CORSMiddleware(guarded, list(origins), ["GET", "POST"], headers), service
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -385,7 +390,7 @@ def titled(this: Entities, rows: NDArray[np.int64]) -> list[dict[str, object]]:
 def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, object]:
     """Positions of entities, and for a column its most frequent values, for colours."""
     this = snapshot.side(side)
-    drawn = snapshot.maps.get(side) or snapshot.maps.setdefault(side, project(this))
+    drawn = this.map
     answer: dict[str, Any] = {
         "model": snapshot.name,
         "side": side,

@@ -1,11 +1,9 @@
 """Checks between the network and the handlers: host, token, size, time and content of requests.
 
-``TimedProtocol`` closes connections whose clients send or read too slowly. ``Guard`` is an ASGI layer around the
-application. Before a body is read it refuses requests without the bearer token and, on a loopback address, requests for
-other host names, so that a web page cannot reach the server by a name that resolves to 127.0.0.1. It adds headers
-against content sniffing, framing and caching, and counts requests. There are no CORS headers unless origins were given.
-starlette's own middleware is not used: it answers in plain text and with other statuses, and does not accept the host
-``[::1]``.
+``Guard`` is an ASGI layer around the application. Before a body is read it refuses requests without the bearer token
+and, on a loopback address, requests for other host names, so that a web page cannot reach the server by a name that
+resolves to 127.0.0.1; starlette's middleware for this does not accept the host ``[::1]``. It adds headers against
+content sniffing, framing and caching, and counts requests.
 
 Bodies are checked by pydantic with strict types, no further fields and finite numbers. The handlers check lengths
 against :class:`~gramtower.serving.messages.Limits`, so that messages name the limit.
@@ -14,21 +12,18 @@ against :class:`~gramtower.serving.messages.Limits`, so that messages name the l
 from __future__ import annotations
 
 import asyncio
-import copy
 import hmac
 import json
 import time
 from collections.abc import Callable, Collection
 from typing import Annotated, Literal, TypeVar
 
-import uvicorn
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from gramtower.serving.messages import Limits, Refused, encode, shown
 from gramtower.serving.served_models import Metrics
@@ -48,12 +43,6 @@ _HEADERS_OF_STATUS = {
     413: {"connection": "close"},
     503: {"retry-after": "1"},
 }
-_PREFLIGHT = {
-    "access-control-allow-methods": "GET, POST",
-    "access-control-allow-headers": "authorization, content-type",
-    "access-control-max-age": "600",
-}
-_TOO_LONG = b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 Id = int | Annotated[str, Field(max_length=10_000)]
@@ -268,11 +257,10 @@ class Guard:
         paths: Collection[str] = (),
         token: str | None = None,
         hosts: Collection[str] | None = None,
-        origins: Collection[str] = (),
         log: Callable[[Scope, int, float], None] | None = None,
     ) -> None:
         self._app, self._metrics, self._log = app, metrics, log
-        self._paths, self._origins = frozenset(paths), frozenset(origins)
+        self._paths = frozenset(paths)
         self._token = None if token is None else token.encode()
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
 
@@ -282,10 +270,6 @@ class Guard:
             await self._app(scope, receive, send)
             return
         start, status = time.perf_counter(), 500
-        headers = Headers(scope=scope)
-        origin = headers.get("origin")
-        origin = origin if origin in self._origins else None
-        preflight = scope["method"] == "OPTIONS" and origin is not None
 
         async def sending(message: Message) -> None:
             nonlocal status
@@ -294,30 +278,23 @@ class Guard:
                 given = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
                     given.setdefault(name, value)
-                if origin is not None:
-                    given["access-control-allow-origin"] = origin
-                    given["vary"] = "Origin"
             await send(message)
 
         path = scope["path"] if scope["path"] in self._paths else "other"
         try:
-            refused = self._refused(scope["path"], headers, preflight)
-            if refused is not None:
-                await refusal(refused)(scope, receive, sending)
-            elif preflight:
-                await Response(None, 204, _PREFLIGHT)(scope, receive, sending)
-            else:
-                await self._app(scope, receive, sending)
+            refused = self._refused(scope["path"], Headers(scope=scope))
+            app = self._app if refused is None else refusal(refused)
+            await app(scope, receive, sending)
         finally:
             seconds = time.perf_counter() - start
             self._metrics.request(path, status, seconds)
             if self._log is not None:
                 self._log(scope, status, seconds)
 
-    def _refused(self, path: str, headers: Headers, preflight: bool) -> Refused | None:
+    def _refused(self, path: str, headers: Headers) -> Refused | None:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             return Refused(421, "host: this server does not answer to this name; add it with --allow-host")
-        if self._token is None or path in OPEN or preflight:
+        if self._token is None or path in OPEN:
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token)
@@ -332,95 +309,3 @@ def _host(header: str) -> str:
     if name.startswith("["):
         return name[1:].partition("]")[0]
     return name.rpartition(":")[0] if ":" in name else name
-
-
-class TimedProtocol(asyncio.Protocol):
-    """Wrap uvicorn's HTTP protocol with timeouts and a limit on the size of a request's head.
-
-    uvicorn keeps a connection open when the head of a request never ends, or when the client reads nothing of its
-    answer. Each connection counts towards the limit of connections, so a few hundred such clients would keep out all
-    others. Bodies have a timeout of their own (``read_body``), and idle connections have uvicorn's keep-alive timeout.
-
-    Attributes:
-        head_seconds: time in which the head of a request must have arrived.
-        stalled_seconds: time in which a client must read some of its answer.
-        head_bytes: largest size of a head.
-    """
-
-    head_seconds, stalled_seconds, head_bytes = 10.0, 30.0, 64 * 1024
-
-    def __init__(self, config: uvicorn.Config, **given: object) -> None:
-        own = copy.copy(config)
-        self._app, own.loaded_app = config.loaded_app, self._answer
-        self._inner: asyncio.Protocol = AutoHTTPProtocol(config=own, **given)  # type: ignore[call-arg]
-        self._requests = self._received = 0  # requests in progress; bytes since the last request began
-        self._timers = dict[str, asyncio.TimerHandle]()
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application on a request, whose head is complete."""
-        self._requests, self._received = self._requests + 1, 0
-        self._stop("head")
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._requests -= 1
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._inner.connection_made(transport)
-        self._expect_head()
-
-    def data_received(self, data: bytes) -> None:
-        """Pass bytes on; those that no request in progress has are part of a head."""
-        if not self._requests:
-            if self._received > self.head_bytes:
-                self._transport.write(_TOO_LONG)
-                self._transport.close()
-                return
-            self._received += len(data)
-            self._expect_head()
-        self._inner.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        return self._inner.eof_received()
-
-    def pause_writing(self) -> None:
-        """Start to watch a client that reads more slowly than the answer is computed."""
-        self._inner.pause_writing()
-        self._watch_writing()
-
-    def resume_writing(self) -> None:
-        self._stop("write")
-        self._inner.resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop("head")
-        self._stop("write")
-        self._inner.connection_lost(exc)
-
-    def _expect_head(self) -> None:
-        if "head" not in self._timers:
-            self._start("head", self.head_seconds, self._end_head)
-
-    def _end_head(self) -> None:
-        self._stop("head")
-        if not self._requests:
-            self._transport.close()
-
-    def _watch_writing(self) -> None:
-        self._start("write", self.stalled_seconds, self._end_stalled, self._transport.get_write_buffer_size())
-
-    def _end_stalled(self, before: int) -> None:
-        if self._transport.get_write_buffer_size() < before:
-            self._watch_writing()
-        else:
-            self._transport.abort()  # close() would wait until the rest is read
-
-    def _start(self, name: str, seconds: float, call: Callable[..., None], *given: int) -> None:
-        self._stop(name)
-        self._timers[name] = asyncio.get_running_loop().call_later(seconds, call, *given)
-
-    def _stop(self, name: str) -> None:
-        if name in self._timers:
-            self._timers.pop(name).cancel()

@@ -94,6 +94,16 @@ class Entities:
         """The title of each entity, None for entities without one; None if there is no column of titles."""
         return None if self.table is None else self.table.titles
 
+    @cached_property
+    def unit(self) -> Tensor:
+        """The embeddings, normalised to length 1."""
+        return torch.nn.functional.normalize(self.embeddings, dim=1)
+
+    @cached_property
+    def map(self) -> Map:
+        """The map of the entities with the most pairs."""
+        return project(self)
+
     def row(self, key: Key) -> int:
         """The row of an id, −1 if it is unknown."""
         if self.index is not None:

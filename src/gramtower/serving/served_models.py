@@ -7,92 +7,73 @@ with. A file that is refused is not read again until it changes.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gramtower._util import checks as check
 from gramtower.serving.messages import Refused, shown
-from gramtower.serving.snapshot import Snapshot, Source
+from gramtower.serving.snapshot import Snapshot, Source, Stamp
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-Labels = tuple[tuple[str, str], ...]
-Gauge = tuple[str, str, list[tuple[Labels, float]]]  # name, description, and a value for each set of labels
+Say = Callable[[str], None]
+Loaded = Callable[[str, Stamp], None]
 
 
 class Metrics(Collector):
-    """Counters and histograms of one process.
+    """Counters and histograms of one process, with a label ``worker`` if there are several.
 
-    Labels come from the server's own routes, never from a request, so that their number is bounded.
+    Other labels come from the server's own routes, never from a request, so that their number is bounded.
     """
 
-    def __init__(self, labels: Labels = ()) -> None:
+    def __init__(self, worker: str | None = None) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # times at which each counter began, which would double the lines
-        self._names, self._own = [name for name, _ in labels], [value for _, value in labels]
-        self._registry, self._gauges = CollectorRegistry(), list[Gauge]()
-        names, registry = self._names, self._registry
-        self._requests = Counter(
-            "gramtower_requests", "Requests answered.", [*names, "path", "status"], registry=registry
-        )
-        self._times = Histogram(
-            "gramtower_request_seconds", "Time from a request to the end of its answer.", [*names, "path"],
-            buckets=_SECONDS, registry=registry,
-        )  # fmt: skip
-        batches = Histogram(
-            "gramtower_batch_requests", "Requests answered in one batch.", names, buckets=_SIZES, registry=registry
-        )
-        self._batches = batches.labels(*self._own) if names else batches
-        self._swaps = Counter(
-            "gramtower_model_swaps", "Models reloaded while serving, or refused.", [*names, "outcome"],
-            registry=registry,
-        )  # fmt: skip
+        self._labels = {} if worker is None else {"worker": worker}
+        self._registry = registry = CollectorRegistry()
+        self._gauges: Iterable[Metric] = ()
+        ProcessCollector(registry=registry)
+        self._requests = Counter("gramtower_requests", "Requests answered.", ["path", "status"], registry=registry)
+        text = "Time from a request to the end of its answer."
+        self._times = Histogram("gramtower_request_seconds", text, ["path"], buckets=_SECONDS, registry=registry)
+        text = "Requests answered in one batch."
+        self._batches = Histogram("gramtower_batch_requests", text, buckets=_SIZES, registry=registry)
+        text = "Models reloaded while serving, or refused."
+        self._swaps = Counter("gramtower_model_swaps", text, ["outcome"], registry=registry)
         for outcome in ("loaded", "refused"):
-            self._swaps.labels(*self._own, outcome)
+            self._swaps.labels(outcome)
 
     def request(self, path: str, status: int, seconds: float) -> None:
-        self._requests.labels(*self._own, path, str(status)).inc()
-        self._times.labels(*self._own, path).observe(seconds)
+        self._requests.labels(path, str(status)).inc()
+        self._times.labels(path).observe(seconds)
 
     def batch(self, tasks: int) -> None:
         self._batches.observe(tasks)
 
     def swap(self, outcome: str) -> None:
-        self._swaps.labels(*self._own, outcome).inc()
+        self._swaps.labels(outcome).inc()
 
-    def text(self, gauges: Sequence[Gauge] = ()) -> str:
+    def text(self, gauges: Iterable[Metric] = ()) -> str:
         """All metrics, and the current values of gauges, in the text format of Prometheus."""
-        self._gauges = [*gauges, _resident_memory()]
+        self._gauges = gauges
         return generate_latest(self).decode()
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._registry.collect()
-        for name, text, values in self._gauges:
-            given = [label for label, _ in values[0][0]] if values else []
-            family = GaugeMetricFamily(name, text, labels=[*self._names, *given])
-            for labels, value in values:
-                family.add_metric([*self._own, *(label for _, label in labels)], value)
+        for family in (*self._registry.collect(), *self._gauges):
+            family.samples = [one._replace(labels=self._labels | one.labels) for one in family.samples]
             yield family
-
-
-def _resident_memory() -> Gauge:
-    """Memory of this process; no value where /proc does not exist."""
-    values: list[tuple[Labels, float]] = []
-    if (file := Path("/proc/self/statm")).exists():
-        values = [((), float(int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")))]
-    return "process_resident_memory_bytes", "Resident memory of the process.", values
-
-
-Say = Callable[[str], None]
-Loaded = Callable[[str, Sequence[Any]], None]
 
 
 class Models:
@@ -114,7 +95,7 @@ class Models:
         if not names or len(set(names)) < len(names):
             check.fail("models", ", ".join(names) or "none", "at least one model, each with another name")
         self._metrics, self._say, self._report, self._lock = metrics, say, loaded, threading.Lock()
-        self._snapshots, self._tried = dict[str, Snapshot](), dict[str, Any]()
+        self._snapshots, self._tried = dict[str, Snapshot](), dict[str, Stamp]()
         for source in sources:
             now, snapshot = replace(source, kept=None).stamp(), self._first(source)
             self._snapshots[source.name] = snapshot
@@ -156,23 +137,24 @@ class Models:
                 replaced.append(name)
         return replaced
 
-    def gauges(self) -> list[Gauge]:
+    def gauges(self) -> list[Metric]:
         """Ages and sizes of the models, for Prometheus."""
-        now, ages, indexes, recalls, entities = time.time(), [], [], [], []
+        ages = GaugeMetricFamily(
+            "gramtower_model_age_seconds", "Time since the model file was written.", labels=["model"]
+        )
+        built = GaugeMetricFamily("gramtower_index_age_seconds", "Time since the index was built.", labels=["model"])
+        text = "Recall against exact lists, measured when the index was built."
+        recalls = GaugeMetricFamily("gramtower_index_recall", text, labels=["model"])
+        entities = GaugeMetricFamily("gramtower_entities", "Entities of the model.", labels=["model", "side"])
+        now = time.time()
         for snapshot in self.all():
-            label: Labels = (("model", snapshot.name),)
-            ages.append((label, now - snapshot.written))
+            ages.add_metric([snapshot.name], now - snapshot.written)
             for side in ("left", "right"):
-                entities.append(((*label, ("side", side)), float(len(snapshot.side(side)))))
+                entities.add_metric([snapshot.name, side], len(snapshot.side(side)))
             if snapshot.index_facts is not None:
-                indexes.append((label, now - snapshot.index_facts.built))
-                recalls.append((label, snapshot.index_facts.recall))
-        return [
-            ("gramtower_model_age_seconds", "Time since the model file was written.", ages),
-            ("gramtower_index_age_seconds", "Time since the index was built.", indexes),
-            ("gramtower_index_recall", "Recall against exact lists, measured when the index was built.", recalls),
-            ("gramtower_entities", "Entities of the model.", entities),
-        ]
+                built.add_metric([snapshot.name], now - snapshot.index_facts.built)
+                recalls.add_metric([snapshot.name], snapshot.index_facts.recall)
+        return [ages, built, recalls, entities]
 
     def _first(self, source: Source) -> Snapshot:
         """Load the model that other workers serve, if its file was kept and can be read, else the one at its path."""

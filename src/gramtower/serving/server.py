@@ -1,7 +1,9 @@
-"""The server process: its socket, uvicorn, signals, timeouts of connections, and the files it watches.
+"""The server process: its socket, uvicorn, signals, and the files it watches.
 
 SIGHUP reloads all models; SIGTERM and SIGINT end the server after the requests in progress are answered. The port is
-bound before models are loaded, so that a port in use is reported at once, and opened when the models are ready.
+bound before models are loaded, so that a port in use is reported at once, and opened when the models are ready. Linux
+closes the connection of a client that reads nothing of its answer for 30 s; otherwise such clients would use up the
+limit of connections.
 
 Several processes share the address and the memory of the mapped model files. Their parent holds the socket and computes
 nothing. It starts the workers, passes SIGHUP on once they serve, ends them on SIGTERM and SIGINT, and restarts a worker
@@ -17,10 +19,8 @@ import contextlib
 import errno
 import gc
 import ipaddress
-import json
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import tempfile
@@ -44,14 +44,17 @@ from gramtower.retrieval.topk import WORTH_CALLING
 from gramtower.serving.ann_index import Query, best_lists, index_path
 from gramtower.serving.http_app import make_app
 from gramtower.serving.messages import Limits, configure_logs, log_request
-from gramtower.serving.request_checks import LOOPBACK, TimedProtocol
-from gramtower.serving.served_models import Labels, Loaded, Metrics, Models
-from gramtower.serving.snapshot import Source
+from gramtower.serving.request_checks import LOOPBACK
+from gramtower.serving.served_models import Loaded, Metrics, Models
+from gramtower.serving.snapshot import Source, Stamp
 
 _WARM = 64  # rows of the lists that are computed to load compiled code
 _KEEP_ALIVE, _BACKLOG, _GRACE = 30, 512, 30  # seconds between requests; connections that wait; seconds to shut down
+_STALLED = 30.0  # seconds in which a client must read some of its answer
 _WORKERS_GRACE = 40  # seconds in which workers must end
 _AGAIN, _MOST = 1.0, 30.0  # seconds before a restart: the first one, and after many failures
+_LOOK = 0.2  # seconds between looks at signals, in the parent of workers
+_HANGUP = [signal.SIGHUP] if hasattr(signal, "SIGHUP") else []  # Windows has none
 
 
 @dataclass
@@ -80,7 +83,8 @@ def serve(
     """Serve models until a signal ends the process; ``announce`` is called with the address once it answers."""
     if options.workers > 1 and not hasattr(signal, "SIGHUP"):
         check.fail("workers", options.workers, "1 on Windows, which lacks the signal that reloads their models")
-    with bound(options.host, options.port) as listening, _ignoring_hangup():
+    # SIGHUP would end the process while models are being loaded
+    with bound(options.host, options.port) as listening, _handling(signal.SIG_IGN, *_HANGUP):
         port = listening.getsockname()[1]
         shown = f"[{options.host}]" if ":" in options.host else options.host
         address = f"http://{shown}:{port}/"
@@ -91,10 +95,7 @@ def serve(
             say(f"serving at {address} (interface: /docs)")
             announce(address)
 
-        if options.workers > 1:
-            run_workers(listening, sources, options, say, ready)
-        else:
-            serve_at(listening, sources, options, say, ready)
+        (run_workers if options.workers > 1 else serve_at)(listening, sources, options, say, ready)
 
 
 def serve_at(
@@ -103,28 +104,26 @@ def serve_at(
     options: Options,
     say: Callable[[str], None],
     ready: Callable[[], None],
-    labels: Labels = (),
+    worker: str | None = None,
     loaded: Loaded = lambda name, stamp: None,
 ) -> None:
     """Serve models on a socket, in this process."""
     settle()
     configure_logs(options.log_format)
-    requests = partial(log_request, options.log_format, worker=dict(labels).get("worker"))
-    metrics = Metrics(labels)
+    metrics = Metrics(worker)
     models = Models(sources, metrics, say, loaded, options.watch is not None)
-    local = is_loopback(options.host)
     app, service = make_app(
         models, metrics, options.limits, wait=options.wait, token=options.token,
-        hosts=[*LOOPBACK, options.host, *options.hosts] if local else None, origins=options.origins,
-        log=requests if options.access_log else None,
+        hosts=[*LOOPBACK, options.host, *options.hosts] if is_loopback(options.host) else None, origins=options.origins,
+        log=partial(log_request, options.log_format, worker=worker) if options.access_log else None,
     )  # fmt: skip
     config = uvicorn.Config(
         app, log_config=None, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
         lifespan="on", timeout_keep_alive=_KEEP_ALIVE, backlog=_BACKLOG, limit_concurrency=options.limits.connections,
-        timeout_graceful_shutdown=_GRACE, ws="none", http=TimedProtocol,
+        timeout_graceful_shutdown=_GRACE, ws="none",
     )  # fmt: skip
     try:
-        asyncio.run(_main(_Server(config, ready), listening, models, options.watch))
+        asyncio.run(_main(uvicorn.Server(config), listening, models, options.watch, ready))
     finally:
         service.batcher.close()
 
@@ -143,16 +142,17 @@ def settle() -> None:
 
 @contextlib.contextmanager
 def bound(host: str, port: int) -> Iterator[socket.socket]:
-    """Bind a socket to an address without listening yet."""
+    """Bind a socket to an address without listening yet; the connections inherit its options."""
     check.count("port", port, minimum=0, most=65535)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         check.fail("host", repr(host), f"an address of this machine ({error})")
-    made = socket.socket(family, kind, protocol)
-    with made:
+    with socket.socket(family, kind, protocol) as made:
         if os.name == "posix":  # elsewhere it would let a second process take the port
             made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _STALLED))
         try:
             made.bind(address)
         except OSError as error:
@@ -163,16 +163,16 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @contextlib.contextmanager
-def _ignoring_hangup() -> Iterator[None]:
-    """Ignore SIGHUP, which would end the process, while models are being loaded anyway."""
-    if not hasattr(signal, "SIGHUP") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def _handling(handler: Callable[[int, object], object] | signal.Handlers, *numbers: int) -> Iterator[None]:
+    """Handle signals while the block runs; in other threads than the main one, which cannot, do nothing."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGHUP, before)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def is_loopback(host: str) -> bool:
@@ -183,38 +183,29 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._ready = ready
-
-    async def main_loop(self) -> None:
-        self._ready()  # not in startup: uvicorn 0.30 leaves connections open if it is ended there
-        await super().main_loop()
-
-
-async def _main(server: uvicorn.Server, listening: socket.socket, models: Models, watch: float | None) -> None:
+async def _main(
+    server: uvicorn.Server,
+    listening: socket.socket,
+    models: Models,
+    watch: float | None,
+    ready: Callable[[], None],
+) -> None:
     loop = asyncio.get_running_loop()
-    reloads: set[asyncio.Future[list[str]]] = set()
-
-    def again() -> None:
-        reload = loop.run_in_executor(None, models.reload)
-        reloads.add(reload)
-        reload.add_done_callback(reloads.discard)
-
-    if hasattr(signal, "SIGHUP"):
-        loop.add_signal_handler(signal.SIGHUP, again)
-        await asyncio.to_thread(models.reload, True)  # files replaced while models were being loaded
-    watching = None if watch is None else asyncio.create_task(_watch(models, watch))
-    try:
-        await server.serve([listening])
-    finally:
-        if watching is not None:
-            watching.cancel()
+    for number in _HANGUP:
+        loop.add_signal_handler(number, lambda: loop.run_in_executor(None, models.reload))
+    await asyncio.to_thread(models.reload, True)  # files replaced while models were being loaded
+    watching = asyncio.create_task(_watch(models, watch))
+    serving = asyncio.create_task(server.serve([listening]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if server.started:
+        ready()
+    await serving
+    watching.cancel()
 
 
-async def _watch(models: Models, seconds: float) -> None:
-    while True:
+async def _watch(models: Models, seconds: float | None) -> None:
+    while seconds is not None:
         await asyncio.sleep(seconds)
         await asyncio.to_thread(models.reload, True)
 
@@ -232,12 +223,11 @@ class _Worker:
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, number)
 
-    def messages(self) -> Iterator[tuple[str | None, list[object]]]:
+    def messages(self) -> Iterator[tuple[str | None, Stamp]]:
         """Reports that have arrived: name and stamp of a loaded model, or no name when the worker serves."""
         with contextlib.suppress(EOFError, OSError):  # the worker has ended
             while self.reports.poll():
-                name, stamp = json.loads(self.reports.recv_bytes())
-                yield name, stamp
+                yield self.reports.recv()
 
     def restart_later(self, number: int, say: Callable[[str], None]) -> None:
         """Set the time at which a worker that ended is restarted."""
@@ -253,35 +243,33 @@ class _Kept:
     A path is a link to a descriptor of this process, so it leads to the opened file whatever has replaced it since.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count, self._files = folder, 0, dict[str, tuple[Path | None, list[int]]]()
+    def __init__(self) -> None:
+        self._models = dict[str, tuple[Path, contextlib.ExitStack]]()
 
-    def keep(self, source: Source, stamp: list[object]) -> None:
+    def keep(self, source: Source, stamp: Stamp) -> None:
         """Open the files of a model that a worker has loaded, unless they have changed since ``stamp``."""
         if not Path("/proc/self/fd").is_dir():
             return
-        self._count += 1
-        place, opened = self._folder / str(self._count), list[int]()
-        try:
-            place.mkdir()
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
+            folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="gramtower-serve-")))
             model = as_path(source.path)  # of a URL, the present object
             for path in (model, *others(model), index_path(model)):
                 if path == model or path.exists():
-                    opened.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-                    (place / path.name).symlink_to(f"/proc/{os.getpid()}/fd/{opened[-1]}")
-        except OSError:
-            stamp = []
-        unused: tuple[Path | None, list[int]] = (place / source.path.name, opened)
-        if json.loads(json.dumps(source.stamp())) == stamp:
-            self._files[source.name], unused = unused, self._files.get(source.name, (None, []))
-        if unused[0] is not None:
-            shutil.rmtree(unused[0].parent, ignore_errors=True)
-        for file in unused[1]:
-            os.close(file)
+                    file = opened.enter_context(path.open("rb"))
+                    (folder / path.name).symlink_to(f"/proc/{os.getpid()}/fd/{file.fileno()}")
+            if source.stamp() == stamp:
+                self.close([source.name])
+                self._models[source.name] = folder / source.path.name, opened.pop_all()
+
+    def close(self, names: Sequence[str] | None = None) -> None:
+        """Close the files of all models, or of some."""
+        for name in list(self._models) if names is None else names:
+            if name in self._models:
+                self._models.pop(name)[1].close()
 
     def source(self, source: Source) -> Source:
         """The source with the path of its kept file, if it has one."""
-        return replace(source, kept=self._files[source.name][0]) if source.name in self._files else source
+        return replace(source, kept=self._models[source.name][0]) if source.name in self._models else source
 
 
 def run_workers(
@@ -296,6 +284,7 @@ def run_workers(
     share = max(1, torch.get_num_threads() // options.workers)
     context = multiprocessing.get_context("spawn")
     workers: dict[int, _Worker] = {}
+    received = list[int]()
 
     def start(number: int, failures: int = 0) -> None:
         reports, its_end = context.Pipe(duplex=False)
@@ -325,24 +314,22 @@ def run_workers(
             worker.send(signal.SIGHUP)
 
     with (
-        _signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as received,
-        tempfile.TemporaryDirectory(prefix="gramtower-serve-") as folder,
+        contextlib.closing(_Kept()) as kept,
+        _handling(lambda number, _: received.append(number), signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
     ):
-        kept, announced = _Kept(Path(folder)), False
+        announced = False
         try:
             for number in range(1, options.workers + 1):
                 start(number)
-            while not (signals := _read(received)) & {signal.SIGTERM, signal.SIGINT}:
+            while not (signals := {received.pop() for _ in range(len(received))}) & {signal.SIGTERM, signal.SIGINT}:
                 for number, worker in list(workers.items()):
                     worker.reload |= signal.SIGHUP in signals
                     attend(number, worker)
-                serving = all(worker.ready for worker in workers.values())
-                if serving and not announced:
+                if not announced and all(worker.ready for worker in workers.values()):
                     announced = True
                     announce()
                 alive = [worker for worker in workers.values() if worker.due is None]
-                events = [one for worker in alive for one in (worker.process.sentinel, worker.reports)]
-                wait([received, *events], 1.0 if serving else 0.1)
+                wait([one for worker in alive for one in (worker.process.sentinel, worker.reports)], _LOOK)
         finally:
             for worker in workers.values():
                 worker.send(signal.SIGTERM)
@@ -352,33 +339,6 @@ def run_workers(
                 if worker.process.is_alive():
                     worker.process.kill()
                     worker.process.join()
-
-
-@contextlib.contextmanager
-def _signals(*numbers: int) -> Iterator[socket.socket]:
-    """Turn signals into bytes on a socket: they wake the loop, which handles them between its steps."""
-    reader, writer = socket.socketpair()
-    with reader, writer:
-        reader.setblocking(False)
-        writer.setblocking(False)
-
-        def note(number: int, frame: object) -> None:
-            with contextlib.suppress(BlockingIOError):  # the socket is full of signals not handled yet
-                writer.send(bytes([number]))
-
-        before = {number: signal.signal(number, note) for number in numbers}
-        try:
-            yield reader
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-def _read(received: socket.socket) -> set[int]:
-    try:
-        return set(received.recv(4096))
-    except BlockingIOError:
-        return set()
 
 
 def _work(
@@ -398,12 +358,12 @@ def _work(
     def write(line: str) -> None:
         say(f"worker {number}: {line}")
 
-    def report(name: str | None = None, stamp: Sequence[object] = ()) -> None:
+    def report(name: str | None = None, stamp: Stamp = ()) -> None:
         with lock, contextlib.suppress(OSError):  # the parent is gone
-            reports.send_bytes(json.dumps([name, stamp]).encode())
+            reports.send((name, stamp))
 
     try:
-        serve_at(listening, sources, options, write, report, (("worker", str(number)),), report)
+        serve_at(listening, sources, options, write, report, str(number), report)
     except (ValueError, OSError) as error:
         write(f"error: {' '.join(str(error).split())}")
         raise SystemExit(2) from error

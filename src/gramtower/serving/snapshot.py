@@ -12,7 +12,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ from gramtower._util import checks as check
 from gramtower._util.files import as_path, is_remote
 from gramtower._util.host import release
 from gramtower.data.entity_table import EntityTable
-from gramtower.data.ids import Key
+from gramtower.data.ids import Key, UnknownIds
 from gramtower.data.interactions import Interactions
 from gramtower.distributed.shard_files import others
 from gramtower.model.context import Context
@@ -38,7 +39,7 @@ from gramtower.model.two_tower import TwoTower, load
 from gramtower.retrieval.list_rules import Rules, make_rules
 from gramtower.serving.ann_index import Facts, Found, Index, Query, best_lists, digest, index_path, read_index
 from gramtower.serving.messages import Refused
-from gramtower.serving.served_entities import Entities, Map
+from gramtower.serving.served_entities import Entities
 
 if TYPE_CHECKING:
     from polars import DataFrame
@@ -97,13 +98,11 @@ class Snapshot:
         notes: messages for the operator, such as an index that cannot be used.
         seen: pairs that lists leave out.
         observed: the same without pairs of an entity with itself, if both sides are the same entities.
-        maps: maps that were computed, by side.
         evaluation: metrics on held-out pairs, also by popularity; None without such pairs.
     """
 
     def __init__(self, source: Source) -> None:
-        self.source, self.name, self.notes, self.maps = source, source.name, list[str](), dict[str, Map]()
-        self._units = dict[str, Tensor]()
+        self.source, self.name, self.notes = source, source.name, list[str]()
         check.choice("index", source.index, INDEXES)
         self._path = source.kept or source.path
         self.stamp, self.loaded = source.stamp(), time.time()
@@ -195,10 +194,8 @@ class Snapshot:
         """Users of a model with context and their embeddings; None for ids of left entities."""
         if context is None and self.model.fitted_.combinations is None:
             return None
-        try:
+        with _refusing():
             return self.model.fitted_.in_context(list(left), context)
-        except ValueError as error:
-            raise Refused(404 if "unknown ids" in str(error) else 422, " ".join(str(error).split())[:500]) from error
 
     def recommend(self, queries: Sequence[Query]) -> list[Found]:
         """The lists of several queries."""
@@ -206,14 +203,14 @@ class Snapshot:
 
     def likeness(self, side: str, ids: Sequence[Key], k: int, together: bool = False) -> Query:
         """The query of model.similar; ``together`` asks for one list, for the mean direction of all ids."""
-        this, unit = self.side(side), self.unit(side)
+        this = self.side(side)
         rows = this.rows(ids)
         directed = self._directed[side]
         if directed is not None and not np.isin(rows, directed).all():
             bad = this.names(rows[~np.isin(rows, directed)][:1])[0]
             given = f"{bad!r}, which has no pair and no features"
             raise Refused(422, f"{this.name} ids: got {given}, expected entities with one")
-        embeddings, excluded = unit[torch.from_numpy(rows)], [np.array([row]) for row in rows.tolist()]
+        embeddings, excluded = this.unit[torch.from_numpy(rows)], [np.array([row]) for row in rows.tolist()]
         if together:
             embeddings = torch.nn.functional.normalize(embeddings.mean(0, keepdim=True), dim=1)
             excluded = [np.unique(rows)]
@@ -221,7 +218,7 @@ class Snapshot:
 
     def similar(self, side: str, queries: Sequence[Query]) -> list[Found]:
         """The neighbours of several queries of one side."""
-        return best_lists(queries, self.unit(side))
+        return best_lists(queries, self.side(side).unit)
 
     def score(self, left: Sequence[Key], right: Sequence[Key], scores: str = "raw") -> list[float]:
         """Scores p_iᵀq_j or their probabilities, element by element."""
@@ -243,12 +240,8 @@ class Snapshot:
         given: dict[str, Any] = {f"{side}_features": features}
         if histories is not None:
             given["histories"] = histories
-        try:
+        with _refusing(f"{side}_features"):
             embeddings = torch.from_numpy(self.model.embed(**given))
-        except ValueError as error:
-            raise _refused(error, f"{side}_features") from error
-        except ImportError as error:  # the encoder of a column of text is not installed
-            raise Refused(503, f"{side}_features: {error}") from error
         if not bool(torch.isfinite(embeddings).all()):
             raise Refused(422, f"{side}_features: got numbers so large that embeddings overflow, expected smaller ones")
         return embeddings
@@ -258,10 +251,8 @@ class Snapshot:
         own = None if left is None else int(self.left.rows([left])[0])
         other = int(self.right.rows([right])[0])
         matrix = None if histories is None else self._histories(histories)
-        try:
+        with _refusing("left_features"):
             found = self._explainer.explain(own, other, "left", features, matrix)
-        except ValueError as error:
-            raise _refused(error, "left_features") from error
         if not np.isfinite([found.score, found.base, found.remainder]).all():
             raise Refused(422, "left_features: got numbers so large that scores overflow, expected smaller ones")
         return found
@@ -279,12 +270,6 @@ class Snapshot:
         places = np.flatnonzero(pairs.indices == row)[:most]
         return np.searchsorted(pairs.indptr, places, side="right").astype(np.int64) - 1
 
-    def unit(self, side: str) -> Tensor:
-        """The embeddings of a side, normalised to length 1; computed once."""
-        if side not in self._units:
-            self._units[side] = torch.nn.functional.normalize(self.side(side).embeddings, dim=1)
-        return self._units[side]
-
     @cached_property
     def _directed(self) -> dict[str, Rows | None]:
         """The entities of each side whose embedding has a direction; None if all have one."""
@@ -298,21 +283,17 @@ class Snapshot:
                 raise Refused(422, f"{', '.join(name for name in given if name in _OF_TABLE)}: {missing}")
             return self.right.table
 
-        try:
-            fitted = self.model.fitted_
+        fitted = self.model.fitted_
+        with _refusing():
             return make_rules(
                 columns, lambda: fitted.popularity, len(self.right), probability=fitted.calibration, **given
             )
-        except ValueError as error:
-            raise Refused(422, " ".join(str(error).split())[:500]) from error
 
     def _seen_by_described(self, features: NewFeatures, histories: sp.csr_matrix | None) -> sp.csr_matrix | None:
         """Pairs of entities given by features: their histories, and their pairs in training if their ids are known."""
-        try:
+        with _refusing():
             what = None if features is None else described(self.model.left_, features)
             seen = self.model.fitted_.seen_by_described(what, histories, self.left.index)
-        except ValueError as error:
-            raise Refused(422, " ".join(str(error).split())[:500]) from error
         return None if seen is None else seen.sorted_indices()
 
     def _histories(self, histories: Sequence[Sequence[Key]]) -> sp.csr_matrix:
@@ -342,11 +323,18 @@ class Snapshot:
         return index, facts
 
 
-def _refused(error: ValueError, name: str) -> Refused:
-    """The refusal of invalid features, with the name of their field."""
-    text = " ".join(str(error).split())[:500]
-    kinds = ("numeric", "categorical", "list", "text", "vector", "column")  # first words of errors about columns
-    return Refused(422, f"{name}: {text}" if text.startswith(kinds) else text)
+@contextmanager
+def _refusing(field: str | None = None) -> Iterator[None]:
+    """Turn errors of the model into refusals; those about columns of features get the name of their ``field``."""
+    try:
+        yield
+    except ValueError as error:
+        text = " ".join(str(error).split())[:500]
+        kinds = ("numeric", "categorical", "list", "text", "vector", "column")  # first words of errors about columns
+        named = f"{field}: {text}" if field is not None and text.startswith(kinds) else text
+        raise Refused(404 if isinstance(error, UnknownIds) else 422, named) from error
+    except ImportError as error:  # the encoder of a column of text is not installed
+        raise Refused(503, f"{field}: {error}") from error
 
 
 def _private(path: Path) -> TwoTower:

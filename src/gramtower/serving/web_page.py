@@ -1,7 +1,7 @@
 """The page at ``/``, and the description of the interface at ``/docs`` and ``/openapi.json``.
 
-FastAPI's own /docs page needs scripts from another server, so /docs is plain HTML written here. page.html is served
-as it is. The content security policy allows its script and style, by their digests, and requests to this server only.
+/docs is plain HTML, because the usual pages for OpenAPI need scripts from another server. page.html is served as it is.
+The content security policy allows its script and style, by their digests, and requests to this server only.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib import metadata, resources
 from typing import Any
 
-from fastapi import APIRouter
-from fastapi.openapi.utils import get_openapi
-from starlette.responses import Response
-
 from gramtower.serving.request_checks import Body
 
+Content = dict[str, Any]  # for JSON
 _QUERIES = {"/map": ("model", "side", "column"), "/run": ("model",)}
 _STATUSES = {
     400: "The client has disconnected.",
@@ -47,31 +44,27 @@ _HEAD = (
 )
 
 
-def describe(bodies: Mapping[str, type[Body]], texts: Mapping[str, str]) -> dict[str, Any]:
+def describe(bodies: Mapping[str, type[Body]], texts: Mapping[str, str]) -> Content:
     """The OpenAPI description."""
-    router = APIRouter()
+    paths: Content = {}
     for path, body in bodies.items():
         content = {"application/json": {"schema": body.model_json_schema(ref_template="#/components/schemas/{model}")}}
-        _add(router, path, "POST", body.__doc__ or "", {"requestBody": {"required": True, "content": content}})
+        operation = _operation(path, body.__doc__ or "", _STATUSES)
+        paths[path] = {"post": {**operation, "requestBody": {"required": True, "content": content}}}
     for path, text in texts.items():
-        names = _QUERIES.get(path, ())
-        query = [{"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in names]
-        _add(router, path, "GET", text, {"parameters": query})
-    return get_openapi(title="gramtower", version=metadata.version("gramtower"), routes=router.routes)
+        query = [{"name": name, "in": "query", "required": False, "schema": {"type": "string"}}
+                 for name in _QUERIES.get(path, ())]  # fmt: skip
+        paths[path] = {"get": {**_operation(path, text, (401, 404, 422, 503)), "parameters": query}}
+    version = metadata.version("gramtower")
+    return {"openapi": "3.1.0", "info": {"title": "gramtower", "version": version}, "paths": paths}
 
 
-def _endpoint() -> Response:
-    """Stand in for a handler, whose arguments FastAPI would try to describe."""
-    return Response()
-
-
-def _add(router: APIRouter, path: str, method: str, text: str, extra: dict[str, object]) -> None:
-    statuses = _STATUSES if method == "POST" else (401, 404, 422, 503)
-    router.add_api_route(
-        path, _endpoint, methods=[method], name=path.strip("/"), operation_id=path.strip("/"),
-        description=" ".join(text.split()), openapi_extra=extra,
-        responses={status: {"description": _STATUSES[status]} for status in statuses},
-    )  # fmt: skip
+def _operation(path: str, text: str, statuses: Iterable[int]) -> Content:
+    name = path.strip("/")
+    answer = {"description": "Successful Response", "content": {"application/json": {"schema": {}}}}
+    refusals = {str(status): {"description": _STATUSES[status]} for status in statuses}
+    description = {"summary": name.title(), "description": " ".join(text.split()), "operationId": name}
+    return {**description, "responses": {"200": answer, **refusals}}
 
 
 def api_page(described: Mapping[str, Any]) -> bytes:

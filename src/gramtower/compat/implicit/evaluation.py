@@ -13,6 +13,7 @@ The functions take any model with implicit's `recommend`. docs/metrics.md has th
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Protocol
 
 import numpy as np
@@ -113,18 +114,13 @@ def ranking_metrics_at_k(
 
 
 def _metric(key: str, name: str, label: str) -> Callable[..., float]:
-    """A function with the signature of :func:`ranking_metrics_at_k` that returns one of its metrics."""
+    """A function with the arguments of :func:`ranking_metrics_at_k` that returns one of its metrics."""
 
-    def metric_at_k(
-        model: Lists,
-        train_user_items: SparseMatrix,
-        test_user_items: SparseMatrix,
-        K: int = 10,
-        show_progress: bool = True,
-        num_threads: int = 1,
-    ) -> float:
-        return ranking_metrics_at_k(model, train_user_items, test_user_items, K)[key]
+    def metric_at_k(*given: object, **named: object) -> float:
+        return metrics(*given, **named)[key]
 
+    metrics: Callable[..., dict[str, float]] = ranking_metrics_at_k
+    vars(metric_at_k)["__signature__"] = signature(metrics).replace(return_annotation="float")
     metric_at_k.__name__ = metric_at_k.__qualname__ = name
     metric_at_k.__doc__ = f"{label} of :func:`ranking_metrics_at_k`."
     return metric_at_k

@@ -14,6 +14,7 @@ functions take any model with LightFM's `predict_rank`. docs/metrics.md has this
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,24 +67,15 @@ def _at_k(name: str, about: str, empty: float, metric: _Metric) -> Callable[...,
 
 
 def _of_all(name: str, about: str, empty: float, metric: _Metric) -> Callable[..., Values]:
-    """A function of the whole ranking, without k."""
+    """A function of the whole ranking, with the same arguments except k."""
     inner = _at_k(name, about, empty, metric)
+    arguments = [one for one in signature(inner).parameters.values() if one.name != "k"]
+    without_k = signature(inner).replace(parameters=arguments)
 
-    def of_users(
-        model: Ranks,
-        test_interactions: SparseMatrix,
-        train_interactions: SparseMatrix | None = None,
-        user_features: SparseMatrix | None = None,
-        item_features: SparseMatrix | None = None,
-        preserve_rows: bool = False,
-        num_threads: int = 1,
-        check_intersections: bool = True,
-    ) -> Values:
-        features = user_features, item_features
-        return inner(
-            model, test_interactions, train_interactions, 1, *features, preserve_rows, num_threads, check_intersections
-        )
+    def of_users(*given: object, **named: object) -> Values:
+        return inner(**without_k.bind(*given, **named).arguments)
 
+    vars(of_users)["__signature__"] = without_k
     return _named(of_users, name, about)
 
 

@@ -21,6 +21,7 @@ takes about twice that.
 from __future__ import annotations
 
 import math
+from inspect import signature
 from typing import Any, Self
 
 import numpy as np
@@ -236,11 +237,7 @@ class LightFM:
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The arguments of the constructor; ``deep`` has no effect."""
-        names = (
-            "loss", "learning_schedule", "no_components", "learning_rate", "k", "n", "rho", "epsilon", "max_sampled",
-            "item_alpha", "user_alpha", "random_state",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in signature(type(self)).parameters}
 
     def set_params(self, **params: Any) -> Self:
         """Change arguments of the constructor; embeddings stay until the next ``fit``."""
