@@ -268,8 +268,8 @@ def test_a_stream_is_written_while_few_rows_are_held(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path / "parts")) == [f"part-{number:05d}.parquet" for number in range(40)]
     found = read_part(tmp_path / "parts")  # in which no left id is in two parts
     expected = gt.Interactions.from_arrays(users, items)
-    assert found.shape == expected.shape == (written.left, written.right)
-    assert len(found) == len(expected) == sum(written.pairs)
+    assert found.shape == expected.shape == (written["left"], written["right"])
+    assert len(found) == len(expected) == written["pairs"]
     assert_same_pairs(found, expected)
 
 

@@ -280,15 +280,5 @@ def partition(
     options = read_config(config).with_flags(data).data
     if options.context is not None:
         check.fail("--context", repr(options.context), "nothing: models with context are fitted in one process")
-    written = write_batches(read_batches(path, options, not common.quiet), out, parts)
-    facts = {
-        "folder": str(out),
-        "columns": written.columns,
-        "left": written.left,
-        "right": written.right,
-        "pairs": sum(written.pairs),
-        "parts": len(written.pairs),
-        "fewest_pairs": min(written.pairs),
-        "most_pairs": max(written.pairs),
-    }
-    return print_answer(common.json, facts)
+    facts = write_batches(read_batches(path, options, not common.quiet), out, parts)
+    return print_answer(common.json, {"folder": str(out), **facts})

@@ -109,18 +109,8 @@ def write_partition(pairs: Interactions, folder: str | Path, parts: int) -> list
     return np.diff(bounds).tolist()
 
 
-@dataclass(frozen=True)
-class Written:
-    """A partition that was written."""
-
-    columns: list[str]  # names of the columns, left ids first
-    left: int  # number of left ids
-    right: int  # number of right ids
-    pairs: list[int]  # number of pairs of each part
-
-
-def write_batches(batches: Iterable[DataFrame], folder: str | Path, parts: int) -> Written:
-    """Write tables of pairs, which come one after the other, as a folder of Parquet parts.
+def write_batches(batches: Iterable[DataFrame], folder: str | Path, parts: int) -> dict[str, Any]:
+    """Write tables of pairs, which come one after the other, as a folder of Parquet parts; returns facts about it.
 
     A hash of its left id says which part a row belongs to. Rows are first written as sorted runs, from which one part
     after the other is read; rows of the same pair are merged to the largest number of each column. At a time there are
@@ -156,7 +146,8 @@ def write_batches(batches: Iterable[DataFrame], folder: str | Path, parts: int) 
             found = merged[names[1]].unique()
             right = pl.concat([right, found]).unique() if len(right) else found
         shutil.rmtree(runs)
-    return Written(names, left, len(right), pairs)
+    facts = {"columns": names, "left": left, "right": len(right), "pairs": sum(pairs), "parts": parts}
+    return facts | {"fewest_pairs": min(pairs), "most_pairs": max(pairs)}
 
 
 def _gathered(batches: Iterable[DataFrame]) -> Iterator[DataFrame]:
