@@ -198,7 +198,11 @@ class FeatureTable:
         """Make a table of other rows with the columns, kinds and options of this one; values are found again."""
         chosen: dict[str, Any] = {}
         for encoder in self.encoders:
-            chosen.setdefault(_ARGUMENTS[encoder.kind], []).append(frames.Needed(encoder.column))
+            column = frames.Needed(encoder.column)
+            if isinstance(encoder, Encoded):
+                chosen.setdefault("encoders", {})[column] = encoder.compared()
+                continue
+            chosen.setdefault(_ARGUMENTS[encoder.kind], []).append(column)
             if isinstance(encoder, Elements):
                 chosen["separator"] = encoder.separator
             if isinstance(encoder, Text):
