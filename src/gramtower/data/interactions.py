@@ -44,6 +44,7 @@ from gramtower.data.matrices import (
     are_one_set,
     assemble,
     canonical,
+    check_rows,
     checked,
     entry_mask,
     selected,
@@ -215,10 +216,13 @@ class Interactions:
         if source.is_dir():
             if context:
                 check.fail("context", f"{', '.join(context)} with a folder", "a file, or polars.scan_parquet(folder)")
-            from gramtower.data.parquet import read_folder
+            from gramtower.data.parquet import Folder
 
-            fields, *names = read_folder(source, texts + others, rule, progress)
-            return cls(**vars(fields), left_name=names[0], right_name=names[1], same_entities=same_entities)
+            folder = Folder(source, texts + others, rule)
+            rows = folder.read(range(len(folder.parts)), progress)
+            check_rows(rows.report)
+            left_name, right_name = folder.names[:2]
+            return cls(**vars(rows.fields()), left_name=left_name, right_name=right_name, same_entities=same_entities)
         with reading(source):
             return cls._from_columns(frames.read_parquet(source, texts + others), others, rule, same_entities)
 

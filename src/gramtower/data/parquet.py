@@ -37,7 +37,7 @@ from gramtower._util.host import parallel_for
 from gramtower.data import frames
 from gramtower.data.frames import Choice
 from gramtower.data.ids import Ids, Key, integers
-from gramtower.data.matrices import Fields, Rule, check_rows
+from gramtower.data.matrices import Fields, Rule
 from gramtower.data.sources import reading
 
 if TYPE_CHECKING:  # compiled by numba
@@ -162,16 +162,6 @@ def check_unchanged(folder: Path, parts: list[Part]) -> None:
 def _visible(folder: Path) -> Iterator[Path]:
     """Yield the files that count."""
     return (path for path in files_below(folder) if not path.name.endswith(".crc"))
-
-
-def read_folder(
-    folder: Path, choices: Sequence[Choice], rule: Rule, progress: Callable[[ReadingProgress], None] | None = None
-) -> tuple[Fields, str, str]:
-    """Read the fields of Interactions, and the names of the left and right column."""
-    found = Folder(folder, choices, rule)
-    rows = found.read(range(len(found.parts)), progress)
-    check_rows(rows.report)
-    return rows.fields(), found.names[0], found.names[1]
 
 
 class Folder:
