@@ -318,7 +318,8 @@ def test_every_command_ends_with_130_after_ctrl_c(command, pairs, tmp_path, caps
     tokens += SMALL if command in ("fit", "tune", "compare") else []
     tokens += ["--by", "random"] if command == "split" else []
     if command in ("convert", "partition", "split"):
-        monkeypatch.setattr("gramtower.cli.data_commands.read_pairs", interrupt)
+        reader = "read_batches" if command == "partition" else "read_pairs"
+        monkeypatch.setattr(f"gramtower.cli.data_commands.{reader}", interrupt)
     monkeypatch.setattr(Problem, "at", interrupt)
     out = tmp_path / ("out.csv" if command == "convert" else "out")
     assert run([*map(str, [command, *tokens, "--out", out])]) == 130

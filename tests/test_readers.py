@@ -244,7 +244,7 @@ def test_graphs_of_musae_have_the_same_nodes_on_both_sides(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("musae_x_edges.csv", "a,b\n0,8\n", "with a link of '8', expected links of the 4 nodes that are listed"),
+        ("musae_x_edges.csv", "a,b\n0,8\n", "unknown ids '8', expected links of the 4 nodes that are listed"),
         ("musae_x_edges.csv", "a,b\n3,3\n", "in which no node is linked to another"),
         ("musae_x_features.json", "[1]", "which holds a list"),
         ("musae_x_features.json", '{"7": [2', "which is no JSON"),

@@ -197,7 +197,7 @@ def test_several_processes_stop_after_the_same_iteration_and_keep_it(data, tmp_p
         ("compare", AT + "4"),
         ("cross-validate", AT + "4"),
         ("update", AT + "1"),
-        ("partition", "gramtower.cli.data_commands:write_partition:1"),
+        ("partition", "gramtower.cli.data_commands:write_batches:1"),
         ("recommend", "gramtower.cli.query:TwoTower.recommend_all:1"),
     ],
 )

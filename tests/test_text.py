@@ -247,6 +247,18 @@ def test_a_function_is_given_by_its_name_when_a_model_is_loaded(tmp_path):
             gt.load(path, encoders=given)
 
 
+def test_update_reads_a_frame_like_the_table_with_encoders():
+    model = gt.TwoTower(**SMALL).fit(pairs(), right_features=table_of(letters, text=["title"]))
+    frame = pl.DataFrame({"item": [f"i{j}" for j in range(40)], "title": titles()})
+    updated = model.update(pairs(), right_features=frame)
+    table = next(part.table for part in updated.right_.inputs.parts if part.table is not None)
+    assert [encoder.kind for encoder in table.encoders] == ["text", "encoded"]
+    alike = table_of(letters, text=["title"]).read_alike(frame)
+    assert (alike.encode(["i3"]) != table_of(letters, text=["title"]).encode(["i3"])).nnz == 0
+    with pytest.raises(ValueError, match="title"):
+        model.update(pairs(), right_features=frame.drop("title"))
+
+
 def test_update_refuses_another_encoder():
     model = gt.TwoTower(**SMALL).fit(pairs(), right_features=table_of(letters))
     more = gt.Interactions.from_arrays(["u1", "new"], ["i1", "i2"])

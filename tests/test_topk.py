@@ -121,7 +121,7 @@ def test_tiles_of_any_shape_give_the_lists_of_whole_rows(rows, n, k, seed, heigh
     dense[exclude.toarray() != 0] = -np.inf
     expected = sorted_rows(dense[chosen], min(k, n))
     threads = torch.get_num_threads()
-    lists = topk._tiled(P, Q, min(k, n), exclude[chosen], None, chosen, 4 * 64 * height * threads)
+    lists = topk.Ranking(P, Q, exclude[chosen], ranked=chosen)._tiled(min(k, n), 4 * 64 * height * threads)
     place = 0
     for start, stop, columns, values in lists:
         assert start == place
@@ -145,7 +145,7 @@ def test_threads_that_share_the_columns_of_few_rows_give_the_same_lists(threads,
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        ((start, stop, columns, values),) = topk._tiled(P, Q, k, exclude, deny, None, None)
+        ((start, stop, columns, values),) = topk.Ranking(P, Q, exclude, deny)._tiled(k, None)
     finally:
         torch.set_num_threads(before)
     assert len(taken) == 1
@@ -180,7 +180,7 @@ def test_threads_keep_their_numbers_and_the_pool_is_used_again(way):
 
 def test_lists_can_be_left_off_before_the_end():
     P, Q = whole_numbers(300, 90)
-    lists = topk._tiled(P, Q, 3, None, None, None, 1)
+    lists = topk.Ranking(P, Q)._tiled(3, 1)
     next(lists)
     lists.close()
     assert top_k(P, Q, 3)[0].shape == (300, 3)
@@ -218,7 +218,7 @@ def test_the_inputs_stay_as_they_were_and_other_types_are_taken():
 
 def test_one_block_of_scores_is_all_that_is_held():
     P, Q = whole_numbers(50, 40)
-    blocks = [(start, stop, block.data_ptr()) for start, stop, block in topk.score_blocks(P, Q, block_bytes=1600)]
+    blocks = [(start, stop, block.data_ptr()) for start, stop, block in topk.Ranking(P, Q).scores(1600)]
     assert [stop - start for start, stop, _ in blocks] == [10] * 5
     assert len({place for _, _, place in blocks}) == 1
 

@@ -22,13 +22,13 @@ from gramtower._util.files import is_left_over, replacing, write_json
 from gramtower.cli.formats import ReadOptions
 from gramtower.cli.options import Common, number_or_text, read_config
 from gramtower.cli.output import print_answer, print_json, print_table
-from gramtower.cli.reading import for_writing, read_pairs
+from gramtower.cli.reading import for_writing, read_batches, read_pairs
 from gramtower.data import frames, splits
 from gramtower.data.frames import suffix_of
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions, column_names, has_values, pair_table
 from gramtower.data.splits import Split
-from gramtower.distributed.partition import write_partition
+from gramtower.distributed.partition import write_batches
 
 MANIFEST = "split.json"
 KIND = "gramtower split"
@@ -266,8 +266,8 @@ def partition(
     """Write pairs as Parquet parts, each left entity in one part, for a fit by several processes.
 
     ``torchrun --nproc-per-node 4 -m gramtower fit FOLDER --left user --right item --out RUN`` then reads each part in
-    only one process. Spark, DuckDB and polars can write such folders, too, also of pairs that do not fit on one
-    machine.
+    only one process. CSV and Parquet files are read in a stream and may be larger than the memory; pairs of other
+    formats are read whole. Spark, DuckDB and polars can write such folders, too.
 
     Args:
         path: Pairs, as for fit.
@@ -280,16 +280,5 @@ def partition(
     options = read_config(config).with_flags(data).data
     if options.context is not None:
         check.fail("--context", repr(options.context), "nothing: models with context are fitted in one process")
-    pairs = read_pairs(path, options, not common.quiet)
-    sizes = write_partition(pairs, out, parts)
-    facts = {
-        "folder": str(out),
-        "columns": column_names(pairs),
-        "left": pairs.shape[0],
-        "right": pairs.shape[1],
-        "pairs": len(pairs),
-        "parts": len(sizes),
-        "fewest_pairs": min(sizes),
-        "most_pairs": max(sizes),
-    }
-    return print_answer(common.json, facts)
+    facts = write_batches(read_batches(path, options, not common.quiet), out, parts)
+    return print_answer(common.json, {"folder": str(out), **facts})

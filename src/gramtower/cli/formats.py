@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from cyclopts import Group, Parameter
 from gramtower._util import checks as check
 from gramtower.cli.output import note
 from gramtower.data import readers
+from gramtower.data.batches import pair_batches
 from gramtower.data.frames import TableLike, polars, read_csv, separator_of, suffix_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.parquet import is_parts
@@ -28,10 +30,13 @@ from gramtower.data.readers.ratings import is_netflix, netflix
 from gramtower.data.sources import holds, opened
 
 if TYPE_CHECKING:
+    from polars import DataFrame
+
     from gramtower.data.parquet import ReadingProgress
 
 _DATA = Parameter(name="*", group=Group("Data", sort_key=1))
 _ROLES = ("left", "right", "value", "weight", "time")
+_NO_HEADER = "; for a file without a header, --format edges takes positions"
 _EVERY = 5.0  # seconds between lines about progress
 _HEAD = 1 << 16  # bytes of a file in which its first line is looked for
 
@@ -45,6 +50,7 @@ class Format:
     sniff: Callable[[Path], bool] | None = None  # tells whether a folder or archive has this format
     flags: tuple[str, ...] = ()  # that apply to it: "columns" (of _ROLES), "threshold", "separator", "event"
     about: str = ""  # remark for the help of ``--format``
+    stream: Callable[[Path, DataOptions], Iterator[DataFrame]] | None = None  # yields tables, as pair_batches does
 
 
 def find_format(path: Path, options: ReadOptions, name: str = "DATA") -> str:
@@ -92,12 +98,26 @@ def guess_format(path: Path, name: str = "DATA") -> str:
 
 
 def _read_csv(path: Path, options: DataOptions, loud: bool) -> Interactions:
-    left, right = _id_columns(options, "; for a file without a header, --format edges takes positions")
+    left, right = _id_columns(options, _NO_HEADER)
     separator = _separator(options) or separator_of(path)
-    try:
+    with _separator_hint(path, separator):
         if options.event is not None:
             return _read_events(polars().DataFrame(read_csv(path, None, separator=separator)), options)
         return Interactions.from_csv(path, left, right, separator=separator, **_arguments(options))
+
+
+def _stream_csv(path: Path, options: DataOptions) -> Iterator[DataFrame]:
+    left, right = _id_columns(options, _NO_HEADER)
+    separator = _separator(options) or separator_of(path)
+    with _separator_hint(path, separator):
+        yield from pair_batches(path, left, right, separator=separator, **_arguments(options))
+
+
+@contextmanager
+def _separator_hint(path: Path, separator: str) -> Iterator[None]:
+    """Add to an error that the first line has another separator, if it has."""
+    try:
+        yield
     except ValueError as error:
         other = _other_separator(path, separator)
         if other is None:
@@ -111,6 +131,11 @@ def _read_parquet(path: Path, options: DataOptions, loud: bool) -> Interactions:
     if options.event is not None:
         return _read_events(path, options)
     return Interactions.from_parquet(path, **parquet_arguments(path, options, loud))
+
+
+def _stream_parquet(path: Path, options: DataOptions) -> Iterator[DataFrame]:
+    left, right = _id_columns(options)
+    return pair_batches(path, left, right, **_arguments(options))
 
 
 def parquet_arguments(path: Path, options: ReadOptions, loud: bool) -> dict[str, Any]:
@@ -212,8 +237,8 @@ class _Notes:
 
 #: All formats by name. Of several that a folder may have, the first one whose ``sniff`` agrees is used.
 FORMATS = {
-    "csv": Format(_read_csv, (".csv", ".tsv"), flags=("columns", "separator", "event")),
-    "parquet": Format(_read_parquet, (".parquet", ".pq"), is_parts, ("columns", "event")),
+    "csv": Format(_read_csv, (".csv", ".tsv"), flags=("columns", "separator", "event"), stream=_stream_csv),
+    "parquet": Format(_read_parquet, (".parquet", ".pq"), is_parts, ("columns", "event"), stream=_stream_parquet),
     "netflix": Format(partial(_read_set, netflix), sniff=is_netflix, flags=("threshold",)),
     "mediawiki": Format(partial(_read_set, mediawiki_links), sniff=is_mediawiki),
     "citeulike": Format(

@@ -22,7 +22,7 @@ from gramtower.cli.formats import FORMATS, DataOptions, ReadOptions, find_format
 from gramtower.cli.options import Settings, parse_option, read_config
 from gramtower.data import frames, readers, splits
 from gramtower.data.ids import Ids, as_ids, as_objects, id_series, index_of, join
-from gramtower.data.interactions import Interactions
+from gramtower.data.interactions import Interactions, has_values, pair_table
 from gramtower.data.sources import existing
 from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE, Group
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"
 CHECKPOINT, COMPARISON = "checkpoint.safetensors", "comparison.json"
 NO_ID = "(no id)"
+_ROWS = 1 << 19  # of a table
 _MOVIELENS = {"left": ("user",), "right": ("movie",)}
 Say = Callable[[str], None]  # prints a line about progress, or does nothing
 
@@ -61,6 +62,17 @@ def read_pairs(
         pairs = pairs.decayed(options.half_life, options.now)
     _check_labels(pairs.matrix.data, options, loss)
     return pairs if options.same_entities is None else replace(pairs, same_entities=options.same_entities)
+
+
+def read_batches(path: Path, options: DataOptions, loud: bool) -> Iterator[DataFrame]:
+    """Tables of the rows of pairs; other formats than CSV and Parquet, and weights by event or age, are read whole."""
+    if path.exists() and options.event is options.half_life is options.now is None:
+        refuse_old("DATA", path)
+        if (stream := FORMATS[find_format(path, options)].stream) is not None:
+            return stream(path, options)
+    pairs = read_pairs(path, options, loud)
+    starts, values = range(0, len(pairs), _ROWS), has_values(pairs)
+    return (pair_table(pairs, start, min(start + _ROWS, len(pairs)), values) for start in starts)
 
 
 def read_share(path: Path, options: DataOptions, loud: bool, loss: str | Loss, group: Group) -> Shard | None:

@@ -10,14 +10,14 @@ Cost: O(|O| log |O|) time.
 
 from __future__ import annotations
 
-import lzma
-from importlib.resources import files
+from importlib.resources import as_file, files
 
 import numpy as np
 import scipy.sparse as sp
 
 from gramtower._util import checks as check
 from gramtower.data.interactions import Interactions
+from gramtower.data.readers.item_lists import item_lists
 
 #: (m, n, |O|) of the paper's four data sets.
 PAPER_SHAPES = {
@@ -86,20 +86,14 @@ def paper_shape(name: str, seed: int = 0) -> sp.csr_matrix:
 
 def packages() -> Interactions:
     """npm packages of 2016 and their dependencies: pairs (package, dependency)."""
-    return _lines("npm-core.txt.xz", " ")
+    return _bundled("npm-core.txt.xz", " ")
 
 
 def thesaurus() -> Interactions:
     """A core of the Moby thesaurus: pairs (head, word)."""
-    return _lines("moby-core.txt.xz", ",")
+    return _bundled("moby-core.txt.xz", ",")
 
 
-def _lines(name: str, separator: str) -> Interactions:
-    packed = files("gramtower.data").joinpath("bundled", name).read_bytes()
-    left: list[str] = []
-    right: list[str] = []
-    for line in lzma.decompress(packed).decode().splitlines():
-        first, *others = line.split(separator)
-        left += [first] * len(others)
-        right += others
-    return Interactions.from_arrays(np.array(left, dtype=object), np.array(right, dtype=object))
+def _bundled(name: str, separator: str) -> Interactions:
+    with as_file(files("gramtower.data").joinpath("bundled", name)) as path:
+        return item_lists(path, separator=separator).renamed("left", "right")

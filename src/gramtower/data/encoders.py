@@ -273,7 +273,7 @@ class Encoded(Vector):
         encoder = given if isinstance(given, TextEncoder) else TextEncoder(given, name=name)
         self._with(encoder, False)
         if encoder.is_function:
-            self._compared()
+            self.compared()
         else:
             object.__setattr__(self, "encoder", encoder.name)
 
@@ -285,7 +285,7 @@ class Encoded(Vector):
         pl = frames.polars()
         if not isinstance(column.dtype, pl.Array):  # the table that is being made has the vectors already
             empty = column.null_count() == len(column)
-            column = column.cast(pl.String) if empty else self._compared().vectors(column)
+            column = column.cast(pl.String) if empty else self.compared().vectors(column)
         return super().transform(column)
 
     def check(self) -> None:
@@ -299,7 +299,7 @@ class Encoded(Vector):
         object.__setattr__(self, "known", known)
         return self
 
-    def _compared(self) -> TextEncoder:
+    def compared(self) -> TextEncoder:
         """The encoder, after a comparison with that of the training."""
         name = f"column {self.column!r}: encoder {self.encoder!r}"
         if self.used is None and not self.digest:

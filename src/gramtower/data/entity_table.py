@@ -85,8 +85,10 @@ class EntityTable:
         self.columns = [column for column in frame.columns if column != id]
         self.kinds = infer_kinds(frame, id, {}, separator)
         numbers = [_numbers(frame[column]) for column in self.columns if self.kinds[column] == "numeric"]
-        self._frame = frame.select(self.columns).with_columns(numbers)
-        self._rows, self._separator, self._found = rows, separator, dict[str, dict[str, Rows]]()
+        places = frames.polars().Series(rows).replace(-1, None)
+        joined = {column.name: column.gather(places) for column in frame.select(self.columns).with_columns(numbers)}
+        self._frame: DataFrame = frames.polars().DataFrame(joined)  # null for entities that are not in the table
+        self._there, self._separator, self._found = rows >= 0, separator, dict[str, dict[str, Rows]]()
 
     @classmethod
     def of(cls, table: FeatureTable | TableLike | PathLike, ids: Ids | None, count: int) -> EntityTable:
@@ -95,20 +97,19 @@ class EntityTable:
 
     @cached_property
     def titles(self) -> list[str | None] | None:
-        return None if self.title is None else _taken(self._texts(self.title), self._rows)
+        return None if self.title is None else self._texts(self.title).to_list()
 
     def cells(self, entities: Rows, columns: list[str] | None = None) -> list[dict[str, object]]:
         """The cells of each entity by column; empty for entities that are not in the table."""
-        rows = self._rows[entities]
         wanted = self.columns if columns is None else [self._column(column) for column in columns]
-        taken = self._frame.select(wanted)[np.maximum(rows, 0).tolist()].to_dicts()
-        return [_plain(cells) if row >= 0 else {} for row, cells in zip(rows.tolist(), taken, strict=True)]
+        taken = self._frame.select(wanted)[entities.tolist()].to_dicts()
+        return [_plain(cells) if there else {} for there, cells in zip(self._there[entities], taken, strict=True)]
 
     def matching(self, wanted: str | Mapping[str, object], name: str = "where") -> Rows:
         """The entities that match a filter, increasing; ``name`` is the name of the argument in errors."""
         if isinstance(wanted, Mapping):
             found = [self._of_column(self._column(column, name), value, name) for column, value in wanted.items()]
-            return np.flatnonzero(reduce(np.logical_and, found, np.ones(len(self._rows), bool)))
+            return np.flatnonzero(reduce(np.logical_and, found, np.ones(len(self._there), bool)))
         if not isinstance(wanted, str) or len(wanted) > _LONGEST:
             given = f"{len(wanted)} characters" if isinstance(wanted, str) else type(wanted).__name__
             check.fail(name, given, f"an expression of at most {_LONGEST} characters, or a mapping of columns")
@@ -126,8 +127,7 @@ class EntityTable:
         if not known.all():
             given = f"column {column!r}, which has {_shown(texts.drop_nulls().filter(~known)[0])}"
             raise TableError(f"{name}: got {given}, expected a column of numbers, or of true and false")
-        truth = (texts == "true").cast(frames.polars().Float64).fill_null(math.nan).to_numpy()
-        return np.where(self._rows >= 0, truth[np.maximum(self._rows, 0)], np.nan)
+        return np.asarray((texts == "true").cast(frames.polars().Float64).fill_null(math.nan).to_numpy())
 
     def codes(self, column: str, name: str) -> Rows:
         """Numbers of the values of a column, entities × most values of a cell; −1 fills up."""
@@ -137,7 +137,7 @@ class EntityTable:
         order = np.argsort(entities, kind="stable")
         entities, values = entities[order], values[order]
         places = np.arange(len(entities)) - np.searchsorted(entities, entities)
-        made = np.full((len(self._rows), int(places.max(initial=0)) + 1), -1)
+        made = np.full((len(self._there), int(places.max(initial=0)) + 1), -1)
         made[entities, places] = values
         return made
 
@@ -146,7 +146,7 @@ class EntityTable:
         texts = self._texts(self._column(column))
         if self.kinds[column] == "list":
             texts = texts.str.split(self._separator).list.first()
-        return _taken(texts, self._rows[entities])
+        return texts.gather(entities.tolist()).to_list()
 
     def _column(self, column: str, name: str = "column") -> str:
         if column not in self.kinds:
@@ -200,7 +200,7 @@ class EntityTable:
             asked = [number for number in map(_number, values) if number is not None]
             return np.isin(self._numbers(column), asked)
         texts = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
-        found = np.zeros(len(self._rows), bool)
+        found = np.zeros(len(self._there), bool)
         for text in texts:
             found[self._values(column).get(text, _NO_ROWS)] = True
         return found
@@ -218,18 +218,15 @@ class EntityTable:
 
     def _numbers(self, column: str) -> NDArray[np.float64]:
         """The numbers of a column by entity, NaN if missing."""
-        pl = frames.polars()
-        numbers = self._frame[column].cast(pl.Float64, strict=False).fill_null(math.nan).to_numpy()
-        return np.where(self._rows >= 0, numbers[np.maximum(self._rows, 0)], np.nan)
+        numbers = self._frame[column].cast(frames.polars().Float64, strict=False)
+        return np.asarray(numbers.fill_null(math.nan).to_numpy())
 
     def _values(self, column: str) -> dict[str, Rows]:
         """The entities of each value of a column, increasing; made once."""
         if column in self._found:
             return self._found[column]
         pl = frames.polars()
-        entities = np.flatnonzero(self._rows >= 0)
-        cells = self._texts(column)[self._rows[entities].tolist()]
-        table = pl.DataFrame({"value": cells, "entity": entities}).drop_nulls()
+        table = pl.DataFrame({"value": self._texts(column), "entity": np.arange(len(self._there))}).drop_nulls()
         if self.kinds[column] == "list":
             table = table.with_columns(pl.col("value").str.split(self._separator)).explode("value")
         grouped = table.unique(maintain_order=True).group_by("value").agg(pl.col("entity"))
@@ -244,11 +241,6 @@ class EntityTable:
         if isinstance(cells.dtype, pl.List):
             return cells.cast(pl.List(pl.String)).list.join(self._separator)
         return cells.cast(pl.String, strict=False)
-
-
-def _taken(cells: Series, rows: Rows) -> list[str | None]:
-    values = cells.to_list()
-    return [values[row] if row >= 0 else None for row in rows.tolist()]
 
 
 def _numbers(column: Series) -> Series:

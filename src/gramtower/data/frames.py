@@ -269,7 +269,7 @@ def read_parquet(path: Path, choices: Sequence[Choice] | None, label: str = "pat
         with parquet_file(label, path, [name for name, kind in types.items() if kind == pl.String]) as file:
             for batch in parquet_batches(file, names, _BATCH, threads=True):
                 for name, found in pieces.items():
-                    found.append(_decoded(name, batch.column(name)))
+                    found.append(decoded(name, batch.column(name)))
         if names and sum(map(len, pieces[names[0]])) != rows:
             check.fail(label, f"{path}, which cannot be read (it does not have {rows:,} rows)", "a Parquet file")
         made = {name: pl.concat(found) if found else pl.Series(name, [], types[name]) for name, found in pieces.items()}
@@ -279,7 +279,7 @@ def read_parquet(path: Path, choices: Sequence[Choice] | None, label: str = "pat
         return [made[name] for name in names]
 
 
-def _decoded(name: str, array: pa.Array) -> Series:
+def decoded(name: str, array: pa.Array) -> Series:
     """A column of a batch; text stored as codes shares the memory of its distinct texts."""
     if not hasattr(array, "dictionary"):
         return as_series(name, array)

@@ -44,6 +44,7 @@ from gramtower.data.matrices import (
     are_one_set,
     assemble,
     canonical,
+    check_rows,
     checked,
     entry_mask,
     selected,
@@ -215,10 +216,13 @@ class Interactions:
         if source.is_dir():
             if context:
                 check.fail("context", f"{', '.join(context)} with a folder", "a file, or polars.scan_parquet(folder)")
-            from gramtower.data.parquet import read_folder
+            from gramtower.data.parquet import Folder
 
-            fields, *names = read_folder(source, texts + others, rule, progress)
-            return cls(**vars(fields), left_name=names[0], right_name=names[1], same_entities=same_entities)
+            folder = Folder(source, texts + others, rule)
+            rows = folder.read(range(len(folder.parts)), progress)
+            check_rows(rows.report)
+            left_name, right_name = folder.names[:2]
+            return cls(**vars(rows.fields()), left_name=left_name, right_name=right_name, same_entities=same_entities)
         with reading(source):
             return cls._from_columns(frames.read_parquet(source, texts + others), others, rule, same_entities)
 
@@ -521,14 +525,19 @@ def _pair_columns(pairs: Interactions, values: bool) -> dict[str, NDArray[np.gen
 
     Where ids have such a name, that column is called pair_value, pair_weight or pair_time.
     """
-    names = (pairs.left_name, pairs.right_name) if pairs.left_name != pairs.right_name else ("left", "right")
-    found: dict[str, NDArray[np.generic] | None] = dict.fromkeys((names[0], *pairs.context, names[1]))
     numbers = {"value": pairs.matrix.data if values else None, "weight": pairs.weights, "time": pairs.times}
-    for name, column in numbers.items():
-        if column is not None:
-            while name in found:
-                name = f"pair_{name}"
-            found[name] = column
+    there = {name: column for name, column in numbers.items() if column is not None}
+    ids = pairs.left_name, *pairs.context, pairs.right_name
+    return dict(zip(table_names(ids, there), [*[None] * len(ids), *there.values()], strict=True))
+
+
+def table_names(ids: Sequence[str], numbers: Iterable[str]) -> list[str]:
+    """Names of the columns of a table of pairs, which differ: those of ids, then value, weight and time."""
+    found = list(ids) if ids[0] != ids[-1] else ["left", *ids[1:-1], "right"]
+    for name in numbers:
+        while name in found:
+            name = f"pair_{name}"
+        found.append(name)
     return found
 
 

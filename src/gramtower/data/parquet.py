@@ -37,14 +37,13 @@ from gramtower._util.host import parallel_for
 from gramtower.data import frames
 from gramtower.data.frames import Choice
 from gramtower.data.ids import Ids, Key, integers
-from gramtower.data.matrices import Fields, Rule, check_rows
+from gramtower.data.matrices import Fields, Rule
 from gramtower.data.sources import reading
 
 if TYPE_CHECKING:  # compiled by numba
     import pyarrow as pa
 
     from gramtower.data.grouping import Piece
-    from gramtower.data.interning import Table
 
 Kind = TypeVar("Kind", bound=np.generic)
 _THREADS = 8
@@ -112,7 +111,9 @@ def is_parts(path: Path) -> bool:
 
 
 def list_parts(folder: Path) -> list[Part]:
-    """List the parts of a folder, in order."""
+    """List the parts of a folder, in order; a file is its own part."""
+    if not folder.is_dir():
+        return [_part(folder, folder.parent)]
     if (folder / "_delta_log").exists():
         expected = f"{_EXPECTED}; export the current rows of the table to a folder of their own"
         check.fail("path", f"{folder}, a Delta table, of whose files not all may count", expected)
@@ -126,12 +127,7 @@ def list_parts(folder: Path) -> list[Part]:
             check.fail("path", f"{path} among the parts", expected)
         if not path.is_file():
             check.fail("path", f"{path}, which is a device, a pipe or a broken link", "plain files")
-        below, state = path.relative_to(folder), path.stat()
-        if state.st_size == 0:
-            check.fail("path", f"{path}, which is empty", "a Parquet file")
-        pairs = (level.partition("=") for level in below.parts[:-1] if "=" in level)
-        keys = {unquote(key): unquote(value) for key, _, value in pairs}
-        found.append(Part(path, below.as_posix(), keys, state.st_size, state.st_mtime_ns))
+        found.append(_part(path, folder))
     if not found:
         check.fail("path", f"{folder}, a folder without .parquet or .pq files", _EXPECTED)
     found.sort(key=lambda part: part.name.split("/"))
@@ -141,6 +137,15 @@ def list_parts(folder: Path) -> list[Part]:
             expected = f"folders key=value of {', '.join(found[0].keys) or 'no key'}, as of the first part"
             check.fail("path", given, expected)
     return found
+
+
+def _part(path: Path, folder: Path) -> Part:
+    below, state = path.relative_to(folder), path.stat()
+    if state.st_size == 0:
+        check.fail("path", f"{path}, which is empty", "a Parquet file")
+    levels = (level.partition("=") for level in below.parts[:-1] if "=" in level)
+    keys = {unquote(key): unquote(value) for key, _, value in levels}
+    return Part(path, below.as_posix(), keys, state.st_size, state.st_mtime_ns)
 
 
 def check_unchanged(folder: Path, parts: list[Part]) -> None:
@@ -159,16 +164,6 @@ def _visible(folder: Path) -> Iterator[Path]:
     return (path for path in files_below(folder) if not path.name.endswith(".crc"))
 
 
-def read_folder(
-    folder: Path, choices: Sequence[Choice], rule: Rule, progress: Callable[[ReadingProgress], None] | None = None
-) -> tuple[Fields, str, str]:
-    """Read the fields of Interactions, and the names of the left and right column."""
-    found = Folder(folder, choices)
-    rows = found.read(range(len(found.parts)), rule, progress)
-    check_rows(rows.report)
-    return rows.fields(), found.names[0], found.names[1]
-
-
 class Folder:
     """A folder of parts whose columns were checked.
 
@@ -176,31 +171,40 @@ class Folder:
         parts: the files, in order.
         rows: number of rows of each file.
         names: names of the chosen columns.
+        rule: the rule for rows.
+        columns: argument → name of its column; without values that the rule does not read.
+        stored: names of the columns that files have; the others are keys of folders.
+        texts: those that are text.
     """
 
-    def __init__(self, path: Path, choices: Sequence[Choice]) -> None:
+    def __init__(self, path: Path, choices: Sequence[Choice], rule: Rule) -> None:
         with reading(path):
             self.path, self.parts = path, list_parts(path)
             with ThreadPoolExecutor(_THREADS) as pool:  # of objects, the requests take most of the time
-                self._described = list(pool.map(lambda part: _describe(part, choices), self.parts))
-            self.names = _same_columns(self.parts, self._described, choices)
-        self.rows = [one.rows for one in self._described]
-        self._columns = {argument: name for (argument, _), name in zip(choices, self.names, strict=True)}
+                described = list(pool.map(lambda part: _describe(part, choices), self.parts))
+            self.names = _same_columns(self.parts, described, choices)
+        self.rows, self.rule = [one.rows for one in described], rule
+        self.columns = {argument: name for (argument, _), name in zip(choices, self.names, strict=True)}
+        if not rule.reads_value:
+            self.columns.pop("value", None)
+        self.stored = [name for name in dict.fromkeys(self.columns.values()) if name in described[0].columns]
+        self.texts = [name for name in self.stored if frames.is_text(described[0].types[name])]
+        self._first = described[0].columns[0]  # counts rows if all chosen columns are keys
+
+    def is_text(self, column: str) -> bool:
+        """Whether ids are text; those of a key are, unless the value of every folder is a whole number."""
+        if column in self.stored:
+            return column in self.texts
+        return not all(_NUMBER.fullmatch(part.keys[column]) for part in self.parts)
 
     def read(
-        self,
-        files: range,
-        rule: Rule,
-        progress: Callable[[ReadingProgress], None] | None = None,
-        seed: int | None = None,
+        self, files: range, progress: Callable[[ReadingProgress], None] | None = None, seed: int | None = None
     ) -> Collected:
         """Read consecutive files; ``seed`` is that of the hashes of left ids."""
-        total, columns = sum(self.rows[number] for number in files), dict(self._columns)
+        total = sum(self.rows[number] for number in files)
         if 8 * total > host.memory_size():
             check.fail("path", f"{self.path} with {total:,} rows", "rows that fit in memory, 8 bytes each at least")
-        if not rule.reads_value:
-            columns.pop("value", None)
-        collected = Collected(self.parts, self._described, files, columns, rule, progress, seed)
+        collected = Collected(self, files, progress, seed)
         errors: dict[int, BaseException] = {}
 
         def work(number: int, _: int) -> None:
@@ -215,6 +219,28 @@ class Folder:
                 raise errors[min(errors)]
             check_unchanged(self.path, self.parts)
         return collected
+
+    def batches(self, number: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+        """Yield the batches of a file, each with its first row; the chosen columns include those of keys."""
+        part, rows, start = self.parts[number], self.rows[number], 0
+        keys = [name for name in dict.fromkeys(self.columns.values()) if name not in self.stored]
+        with reading(part.path), frames.parquet_file("path", part.path, self.texts) as file:
+            for batch in frames.parquet_batches(file, self.stored or [self._first], STEP):
+                if start + len(batch) > rows:
+                    break
+                for key in keys:
+                    batch = batch.append_column(key, _key_cells(part, key, len(batch)))
+                yield start, batch
+                start += len(batch)
+            if start != rows:
+                given = f"{part.path}, which cannot be read (it does not have as many rows as it declares, {rows:,})"
+                check.fail("path", given, "a Parquet file")
+
+    def refuse_missing(self, number: int, start: int, argument: str, missing: int) -> None:
+        """Refuse rows without an id."""
+        given = f"{self.parts[number].path}, in which {missing:,} rows from {start} on have no"
+        expected = "an id in every row of a folder of parts; filter such rows out when writing it"
+        check.fail(argument, f"{given} {self.columns[argument]!r}", expected)
 
 
 def _describe(part: Part, choices: Sequence[Choice]) -> _Described:
@@ -256,58 +282,38 @@ class Collected:
 
     def __init__(
         self,
-        parts: Sequence[Part],
-        described: Sequence[_Described],
+        folder: Folder,
         files: range,
-        columns: dict[str, str],
-        rule: Rule,
         progress: Callable[[ReadingProgress], None] | None,
         seed: int | None,
     ) -> None:
         from gramtower.data.interning import Table
 
-        self._parts, self._described, self._columns, self._rule = parts, described, columns, rule
-        self._progress, self._began = progress, time.perf_counter()
-        rows = [described[number].rows for number in files]
+        self._folder, self._rule, self._progress, self._began = folder, folder.rule, progress, time.perf_counter()
+        rows = [folder.rows[number] for number in files]
         self._done, self._all, self._total = rows.count(0), len(files), sum(rows)
         self._lock, self._pieces = threading.Lock(), dict[tuple[int, int], "Piece"]()
         self._columns_of: NDArray[np.int32] = np.empty(0, np.int32)  # of marks, after right_ids()
         self.report = {"rows": 0, "rows_without_id": 0, "rows_without_number": 0, "rows_below_threshold": 0}
-        self.left, self.right = Table(self._is_text(columns["left"]), seed), Table(self._is_text(columns["right"]))
-        self._stored = [name for name in dict.fromkeys(columns.values()) if name in described[0].columns]
-        self._texts = [name for name in self._stored if frames.is_text(described[0].types[name])]
-
-    def _is_text(self, column: str) -> bool:
-        """Whether ids are text; those of a key are, unless the value of every folder is a whole number."""
-        if column in self._described[0].columns:
-            return frames.is_text(self._described[0].types[column])
-        return not all(_NUMBER.fullmatch(part.keys[column]) for part in self._parts)
+        self.left = Table(folder.is_text(folder.columns["left"]), seed)
+        self.right = Table(folder.is_text(folder.columns["right"]))
 
     def read(self, number: int, errors: dict[int, BaseException]) -> None:
         """Read a part; returns early if another part had an error."""
-        part, rows, start = self._parts[number], self._described[number].rows, 0
-        names = self._stored or self._described[number].columns[:1]
-        with reading(part.path), frames.parquet_file("path", part.path, self._texts) as file:
-            for batch in frames.parquet_batches(file, names, STEP):
+        with reading(self._folder.parts[number].path):
+            for start, batch in self._folder.batches(number):
                 if errors:
                     return
-                if start + len(batch) <= rows:
-                    self._take(number, start, batch)
-                start += len(batch)
-            if start != rows:
-                given = f"{part.path}, which cannot be read (it has {start:,} rows and declares {rows:,})"
-                check.fail("path", given, "a Parquet file")
+                self._take(number, start, batch)
 
     def _take(self, number: int, start: int, batch: pa.RecordBatch) -> None:
         """Keep a batch: rows of part ``number`` from ``start`` on."""
         from gramtower.data.grouping import Piece
 
-        part, rows, place = self._parts[number], len(batch), (number << _WITHIN) + start
-        cells = {
-            argument: batch.column(name) if name in self._stored else _key_cells(part, name, rows)
-            for argument, name in self._columns.items()
+        rows, columns = len(batch), self._folder.columns
+        numbers = {
+            name: _numbers(name, columns[name], batch.column(columns[name])) for name in columns if name in _OTHERS
         }
-        numbers = {name: _numbers(name, self._columns[name], cells[name]) for name in cells if name in _OTHERS}
         kept = np.ones(rows, bool)
         for array in numbers.values():
             kept &= ~np.isnan(array)
@@ -315,10 +321,7 @@ class Collected:
         if self._rule.threshold is not None:
             kept &= numbers["value"] >= self._rule.threshold
             counts["rows_below_threshold"] = rows - counts["rows_without_number"] - int(np.count_nonzero(kept))
-        left, right = (
-            _marks(table, side, part, self._columns[side], cells[side], kept, place)
-            for side, table in (("left", self.left), ("right", self.right))
-        )
+        left, right = (self._marks(side, number, start, batch, kept) for side in ("left", "right"))
         chosen = slice(None) if kept.all() else kept
         exact = np.float64 if self._rule.duplicates == "sum" else np.float32
         kinds = {name: np.float64 if name == "time" else exact for name in numbers}
@@ -331,20 +334,47 @@ class Collected:
                 self.report[name] += count
             if len(piece.left):
                 self._pieces[number, start] = piece
-            self._done += start + rows == self._described[number].rows
+            self._done += start + rows == self._folder.rows[number]
             reached = self._done, self._all, self.report["rows"], self._total
         if self._progress is not None:
             self._progress(ReadingProgress(*reached, time.perf_counter() - self._began))
 
+    def _marks(
+        self, side: str, number: int, start: int, batch: pa.RecordBatch, kept: NDArray[np.bool_]
+    ) -> NDArray[np.int32]:
+        """The mark of each row's id; -1 where the row is not kept."""
+        from gramtower.data.interning import first_rows
+
+        table, column = self.left if side == "left" else self.right, self._folder.columns[side]
+        array, place = batch.column(column), (number << _WITHIN) + start
+        missing, coded = array.null_count, hasattr(array, "dictionary")
+        whole: NDArray[np.int64] = np.empty(0, np.int64)
+        if not missing and not coded and not table.text:
+            whole, gone = integers(side, frames.as_series(column, array).to_numpy())
+            missing = 0 if gone is None else int(gone.sum())
+        if missing:
+            self._folder.refuse_missing(number, start, side, missing)
+        if coded and table.text:
+            codes = array.indices.to_numpy()
+            first = first_rows(codes.astype(np.uint32, copy=False), kept, len(array.dictionary), place)
+            return np.asarray(table.add_texts(*_texts(array.dictionary), first, number)[codes])
+        places = np.where(kept, np.arange(place, place + len(kept)), -1)
+        if table.text:
+            return table.add_texts(*_texts(array), places, number)
+        if coded:  # the key of a folder, which is a whole number
+            whole = np.full(len(kept), int(array.dictionary[0].as_py()), np.int64)
+        return table.add_numbers(whole, places, number)
+
     def split_left_id(self) -> tuple[Key, str, str] | None:
         """Return a left id with rows in two groups of files, and a file of each; None if there is no such id."""
-        groups = np.unique([part.group for part in self._parts], return_inverse=True)[1]
+        parts = self._folder.parts
+        groups = np.unique([part.group for part in parts], return_inverse=True)[1]
         files = self.left.places() >> _WITHIN  # of each mark, the first file
         for (number, _), piece in sorted(self._pieces.items()):
             wrong = groups[files[piece.left]] != groups[number]
             if wrong.any():
                 mark = int(piece.left[np.argmax(wrong)])
-                return self.left.key(mark), self._parts[files[mark]].name, self._parts[number].name
+                return self.left.key(mark), parts[files[mark]].name, parts[number].name
         return None
 
     def left_hashes(self) -> Iterator[tuple[NDArray[np.uint64], NDArray[np.int64]]]:
@@ -390,33 +420,6 @@ def _texts(array: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     offsets = np.frombuffer(array.buffers()[1], np.int64)[array.offset : array.offset + len(array) + 1]
     data = np.frombuffer(array.buffers()[2] or b"", np.uint8)[offsets[0] : offsets[-1]]
     return data, np.diff(offsets)
-
-
-def _marks(
-    table: Table, side: str, part: Part, column: str, array: pa.Array, kept: NDArray[np.bool_], place: int
-) -> NDArray[np.int32]:
-    """The mark of each row's id; -1 where the row is not kept."""
-    from gramtower.data.interning import first_rows
-
-    missing, coded, turn = array.null_count, hasattr(array, "dictionary"), place >> _WITHIN
-    whole: NDArray[np.int64] = np.empty(0, np.int64)
-    if not missing and not coded and not table.text:
-        whole, gone = integers(side, frames.as_series(column, array).to_numpy())
-        missing = 0 if gone is None else int(gone.sum())
-    if missing:
-        start = place & ((1 << _WITHIN) - 1)
-        given = f"{part.path}, in which {missing:,} rows from {start} on have no {column!r}"
-        check.fail(side, given, "an id in every row of a folder of parts; filter such rows out when writing it")
-    if coded and table.text:
-        codes = array.indices.to_numpy()
-        first = first_rows(codes.astype(np.uint32, copy=False), kept, len(array.dictionary), place)
-        return np.asarray(table.add_texts(*_texts(array.dictionary), first, turn)[codes])
-    places = np.where(kept, np.arange(place, place + len(kept)), -1)
-    if table.text:
-        return table.add_texts(*_texts(array), places, turn)
-    if coded:  # the key of a folder, which is a whole number
-        whole = np.full(len(kept), int(array.dictionary[0].as_py()), np.int64)
-    return table.add_numbers(whole, places, turn)
 
 
 def _numbers(name: str, column: str, array: pa.Array) -> NDArray[np.float64]:

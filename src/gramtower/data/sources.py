@@ -310,8 +310,11 @@ def _tar_pieces(stream: Metered, budget: Budget, wanted: re.Pattern[str], end: b
                 check.fail("path", f"{budget.path} with tars in tars in tars", "files at most two tars deep")
 
 
-def whole_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Regroup bytes into chunks that end at the end of a line, of about CHUNK bytes or one line."""
+def whole_lines(pieces: Iterable[bytes], quote: bytes = b"") -> Iterator[bytes]:
+    """Regroup bytes into chunks that end at the end of a line, of about CHUNK bytes or one line.
+
+    With ``quote``, a line break between quotes does not end a line.
+    """
     kept: list[bytes] = []
     length = 0
     for piece in pieces:
@@ -321,6 +324,8 @@ def whole_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
             continue
         data = b"".join(kept)
         cut = data.rfind(b"\n") + 1
+        while quote and cut and data.count(quote, 0, cut) % 2:
+            cut = data.rfind(b"\n", 0, cut - 1) + 1
         if cut:
             yield data[:cut]
         kept, length = [data[cut:]], len(data) - cut

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 
 _FORMAT, _VERSION = "gramtower.features", 1
+#: Kind of a column → argument of FeatureTable that chooses such columns.
+_ARGUMENTS = {"numeric": "numeric", "categorical": "categorical", "list": "lists", "text": "text", "vector": "vectors"}
 _DENSE = 100  # numeric columns side by side
 
 
@@ -182,11 +184,11 @@ class FeatureTable:
                 frames.pick("encoders", name, source.columns)
             found = infer_kinds(source, id, {**dict.fromkeys(encoders or {}, "skip"), **(kinds or {})}, separator)
             found = {name: kind for name, kind in found.items() if kind != "skip" or name not in (encoders or {})}
-            chosen: dict[str, Any] = {kind: [name for name, k in found.items() if k == kind] for kind in KINDS}
+            chosen: dict[str, Any] = {
+                argument: [name for name, one in found.items() if one == kind] for kind, argument in _ARGUMENTS.items()
+            }
             if not encoders and not set(found.values()) - {"skip"}:
                 check.fail("columns", ", ".join(found) or "none", "at least one that can be encoded; name it in kinds")
-            del chosen["skip"]
-            chosen |= {"lists": chosen.pop("list"), "vectors": chosen.pop("vector")}
             table = cls(source, id, separator=separator, encoders=encoders, **chosen, **options)
             table._source = frame
             table.report["skipped"] = [name for name, kind in found.items() if kind == "skip"]
@@ -194,10 +196,13 @@ class FeatureTable:
 
     def read_alike(self, frame: TableLike | PathLike, id: str | None = None) -> FeatureTable:
         """Make a table of other rows with the columns, kinds and options of this one; values are found again."""
-        names: dict[str, str] = {"list": "lists", "vector": "vectors"}
         chosen: dict[str, Any] = {}
         for encoder in self.encoders:
-            chosen.setdefault(names.get(encoder.kind, encoder.kind), []).append(frames.Needed(encoder.column))
+            column = frames.Needed(encoder.column)
+            if isinstance(encoder, Encoded):
+                chosen.setdefault("encoders", {})[column] = encoder.compared()
+                continue
+            chosen.setdefault(_ARGUMENTS[encoder.kind], []).append(column)
             if isinstance(encoder, Elements):
                 chosen["separator"] = encoder.separator
             if isinstance(encoder, Text):
@@ -392,7 +397,6 @@ def _named(frame: object) -> AbstractContextManager[None]:
     return reading(frame, "frame") if isinstance(frame, (str, os.PathLike)) else nullcontext()
 
 
-KINDS = ("numeric", "categorical", "list", "text", "vector", "skip")
 _SEPARATED, _RECURRING, _WORDS = 0.1, 0.5, 1.5
 
 
@@ -403,7 +407,7 @@ def infer_kinds(table: DataFrame, id: str, given: Mapping[str, str], separator: 
         if name not in present:
             close = check.near(name, present, 1) or present
             check.fail("kinds", repr(name), f"a column besides the id, such as {', '.join(map(repr, close)) or 'none'}")
-        check.choice(f"kinds[{name!r}]", kind, KINDS)
+        check.choice(f"kinds[{name!r}]", kind, (*_ARGUMENTS, "skip"))
     kinds = {name: given.get(name) or _by_type(table[name]) for name in present}
     found = iter(_of_text([table[name] for name, kind in kinds.items() if not kind], separator))
     return {name: kind or next(found) for name, kind in kinds.items()}

@@ -153,9 +153,7 @@ class ProcessGroup(Group):
 
     def sum_(self, tensor: Tensor) -> Tensor:
         self.bytes["reduce"] += 2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size
-        buffer = tensor.to(self.device)
-        self._call("sum", lambda: self._dist.all_reduce(buffer))
-        return tensor if buffer is tensor else tensor.copy_(buffer)
+        return self._in_place("sum", tensor, self._dist.all_reduce)
 
     def sum_all(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if not tensors:  # towers that are only tables have no replicated tensors
@@ -184,9 +182,7 @@ class ProcessGroup(Group):
         return [json.loads(gathered[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
-        buffer = tensor.to(self.device)
-        self._call("broadcast", lambda: self._dist.broadcast(buffer, source))
-        return tensor if buffer is tensor else tensor.copy_(buffer)
+        return self._in_place("broadcast", tensor, lambda buffer: self._dist.broadcast(buffer, source))
 
     def exchange_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         sent = rows.to(self.device).contiguous()
@@ -240,6 +236,11 @@ class ProcessGroup(Group):
             return received.view(self.size, local, *tail).sum(0)
 
         return Pending(finish)
+
+    def _in_place(self, name: str, tensor: Tensor, operation: Callable[[Tensor], object]) -> Tensor:
+        buffer = tensor.to(self.device)
+        self._call(name, lambda: operation(buffer))
+        return tensor if buffer is tensor else tensor.copy_(buffer)
 
     def _call(self, name: str, operation: Callable[[], T]) -> T:
         self.watch.begin(name)

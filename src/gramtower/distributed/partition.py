@@ -19,7 +19,8 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.files import WRITING, as_path, replacing_folder
+from gramtower.data import frames
 from gramtower.data.frames import Column
 from gramtower.data.ids import Ids, Key, pack_ids
 from gramtower.data.interactions import Interactions, column_choices, has_values, pair_table
@@ -41,11 +43,16 @@ from gramtower.data.sources import PathLike, existing
 from gramtower.distributed.group import Group, agree, current_group
 from gramtower.distributed.shards import Rows, Shards, balanced
 
-if TYPE_CHECKING:  # compiled by numba
-    from gramtower.data.interning import Table
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+    from gramtower.data.interning import Table  # compiled by numba
 
 _NAME = re.compile(r"part-\d{5}\.parquet")
 _NEXT = 1 << 40  # places of right ids that each process may use
+_HELD = 1 << 22  # rows that are written at a time
+_GROUP = 1 << 16  # rows of a group of a run, of which those with the wanted parts are read
+_PART = "part of gramtower"  # a column of runs
 _NAMED = 8  # pairs of equal hashes that are looked at: two ids with one hash are rare
 
 
@@ -93,18 +100,87 @@ def write_partition(pairs: Interactions, folder: str | Path, parts: int) -> list
         folder: a new or empty folder, or one with an earlier partition, which is replaced.
         parts: number of parts; at least the largest number of processes that will read them.
     """
-    folder, offsets = as_path(folder), pairs.matrix.indptr
+    folder, offsets = _writable(folder), pairs.matrix.indptr
     check.count("parts", parts)
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    others = sorted(name for name in names if not _NAME.fullmatch(name) and name != WRITING)
-    if others or (folder.exists() and not folder.is_dir()):
-        given = f"{folder}, which {f'holds other files such as {others[0]}' if others else 'is a file'}"
-        check.fail("folder", given, "a new or empty folder, or an earlier partition")
     bounds, values = [int(offsets[row]) for row in balanced(np.diff(offsets), parts)], has_values(pairs)
     with replacing_folder(folder) as partial:
         for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
             pair_table(pairs, start, stop, values).write_parquet(partial / f"part-{number:05d}.parquet")
     return np.diff(bounds).tolist()
+
+
+def write_batches(batches: Iterable[DataFrame], folder: str | Path, parts: int) -> dict[str, Any]:
+    """Write tables of pairs, which come one after the other, as a folder of Parquet parts; returns facts about it.
+
+    A hash of its left id says which part a row belongs to. Rows are first written as sorted runs, from which one part
+    after the other is read; rows of the same pair are merged to the largest number of each column. At a time there are
+    about four million rows in memory, or one batch or part if that is larger, and the right ids.
+
+    Args:
+        batches: tables with left ids in the first column, right ids in the second, and numbers.
+        folder: as for :func:`write_partition`.
+        parts: number of parts.
+    """
+    pl, folder, counts = frames.polars(), _writable(folder), np.zeros(check.count("parts", parts), np.int64)
+    left, right, pairs = 0, pl.Series([]), list[int]()
+    with replacing_folder(folder) as partial:
+        (runs := partial / "runs").mkdir()
+        files: list[Path] = []
+        for rows in _gathered(batches):
+            names, keys = rows.columns, rows.to_series(0).hash(0) % parts
+            files.append(runs / f"{len(files)}.parquet")
+            sorted_rows = rows.with_columns(keys.cast(pl.Int64).alias(_PART)).sort(_PART, maintain_order=True)
+            sorted_rows.write_parquet(files[-1], row_group_size=_GROUP)
+            counts += np.bincount(sorted_rows[_PART].to_numpy(), minlength=parts)
+        if not files:
+            check.fail("batches", "no rows", "at least one pair")
+        for first, stop in _groups_of_parts(counts):
+            of_group = pl.scan_parquet(files, glob=False).filter(pl.col(_PART).is_between(first, stop - 1)).collect()
+            keyed = of_group.sort(_PART, maintain_order=True).group_by(_PART, *names[:2], maintain_order=True)
+            merged = keyed.agg(pl.exclude(_PART, *names[:2]).max())
+            ends = np.searchsorted(merged[_PART].to_numpy(), np.arange(first, stop + 1)).tolist()
+            for number, (a, b) in enumerate(itertools.pairwise(ends), first):
+                merged[a:b].select(names).write_parquet(partial / f"part-{number:05d}.parquet")
+                pairs.append(b - a)
+            left += merged[names[0]].n_unique()
+            found = merged[names[1]].unique()
+            right = pl.concat([right, found]).unique() if len(right) else found
+        shutil.rmtree(runs)
+    facts = {"columns": names, "left": left, "right": len(right), "pairs": sum(pairs), "parts": parts}
+    return facts | {"fewest_pairs": min(pairs), "most_pairs": max(pairs)}
+
+
+def _gathered(batches: Iterable[DataFrame]) -> Iterator[DataFrame]:
+    """Yield batches together until there are _HELD rows."""
+    held: list[DataFrame] = []
+    for batch in batches:
+        held.append(batch)
+        if sum(map(len, held)) >= _HELD:
+            yield frames.polars().concat(held)
+            held.clear()
+    if sum(map(len, held)):
+        yield frames.polars().concat(held)
+
+
+def _groups_of_parts(counts: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of parts with at most _HELD rows together, or of one part."""
+    ends, first = np.cumsum(counts), 0
+    while first < len(counts):
+        before = ends[first] - counts[first]
+        stop = max(first + 1, int(np.searchsorted(ends, before + _HELD, "right")))
+        yield first, stop
+        first = stop
+
+
+def _writable(folder: str | Path) -> Path:
+    """The path of a folder to write a partition to; one with other files is refused."""
+    folder = as_path(folder)
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    others = sorted(name for name in names if not _NAME.fullmatch(name) and name != WRITING)
+    if others or (folder.exists() and not folder.is_dir()):
+        given = f"{folder}, which {f'holds other files such as {others[0]}' if others else 'is a file'}"
+        check.fail("folder", given, "a new or empty folder, or an earlier partition")
+    return folder
 
 
 def refuse_old(name: str, folder: Path) -> None:
@@ -153,7 +229,7 @@ def read_part(
         if not path.is_dir():
             check.fail("folder", f"{path}, which is a file", "a folder of Parquet files")
         refuse_old("folder", path)
-        source = Folder(path, ids + others)
+        source = Folder(path, ids + others, rule)
         files = range(len(source.parts))
         parts = [list(numbers) for _, numbers in itertools.groupby(files, lambda file: source.parts[file].group)]
         if len(parts) < group.size:
@@ -164,7 +240,7 @@ def read_part(
     agree(group, {"folder": f"{len(source.parts):,} files with {sum(source.rows):,} rows"})
     seed = group.from_first(secrets.randbits(63))
     with group.together():
-        rows = source.read(range(first, stop), rule, progress, seed)
+        rows = source.read(range(first, stop), progress, seed)
         if (found := rows.split_left_id()) is not None:
             _refuse_split(*found)
     _check_apart(rows, source, group)

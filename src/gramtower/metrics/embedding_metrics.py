@@ -28,7 +28,7 @@ from gramtower.metrics.definitions import (
     self_information,
 )
 from gramtower.metrics.tally import ItemFacts, Scores, Tally
-from gramtower.retrieval.topk import EmbeddingsLike, as_embeddings, best, best_lists, embeddings, score_blocks
+from gramtower.retrieval.topk import EmbeddingsLike, Ranking, as_embeddings, best, embeddings
 
 
 def ranking_metrics(
@@ -148,8 +148,9 @@ def evaluate_embeddings(
         tally.break_down(by, np.diff(seen.indptr)[users].astype(np.int64))
     k = min(max(metric.k for metric in wanted), shape[1])
     kinds = {metric.kind for metric in wanted if not metric.k}
+    ranking = Ranking(P, Q, exclude, ranked=users)
     if kinds:  # needs whole rows of scores
-        for start, stop, scores in score_blocks(P, Q, exclude, rows=users, block_bytes=block_bytes):
+        for start, stop, scores in ranking.scores(block_bytes):
             if k:
                 tally.add_lists(start, best(scores, k)[0].cpu().numpy())
             if "auc" in kinds:
@@ -157,7 +158,7 @@ def evaluate_embeddings(
             if "mrr" in kinds:
                 tally.add_first(start, stop, scores)
     else:
-        for start, _, columns, _ in best_lists(P, Q, k, exclude, rows=users, block_bytes=block_bytes):
+        for start, _, columns, _ in ranking.lists(k, block_bytes):
             tally.add_lists(start, columns)
     return tally.result(users, shape[0] - len(users), given - truth.nnz)
 

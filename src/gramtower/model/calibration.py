@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.data.matrices import union
-from gramtower.retrieval.topk import score_blocks
+from gramtower.retrieval.topk import Ranking
 
 METHODS = ("auto", "platt", "isotonic")
 POPULATIONS = ("all", "held-out")
@@ -103,7 +103,7 @@ def count_scores(
         counts[kind] += np.bincount(places, minlength=_BINS)
         sums[kind] += np.bincount(places, scores, minlength=_BINS)
 
-    for _, _, scores in score_blocks(P, Q, sp.csr_matrix(out[rows]), rows=rows, block_bytes=_BLOCK):
+    for _, _, scores in Ranking(P, Q, sp.csr_matrix(out[rows]), ranked=rows).scores(_BLOCK):
         block = scores.numpy().ravel()
         add(0, block[np.isfinite(block)].astype(np.float64))
     i, j = held_out.nonzero()

@@ -67,37 +67,6 @@ def as_embeddings(name: str, value: EmbeddingsLike) -> Tensor:
     return tensor
 
 
-def score_blocks(
-    P: Tensor,
-    Q: Tensor,
-    exclude: sp.csr_matrix | None = None,
-    deny: Tensor | None = None,
-    rows: NDArray[np.int64] | None = None,
-    block_bytes: int | str | None = None,
-    buffers: int = 1,
-    added: Tensor | None = None,
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Blocks of scores in order of rows: first row, row after the last, and their scores.
-
-    Only ``rows`` of P are scored, to which ``exclude`` belongs. Its entries and the columns ``deny`` become −inf. A
-    block is overwritten after ``buffers - 1`` more. ``added`` has a number for each column, added to its scores.
-    """
-    count, n = len(P) if rows is None else len(rows), len(Q)
-    size = rows_in_block(n, count, P.device, block_bytes, buffers)
-    held = [torch.empty((size, n), device=P.device, dtype=P.dtype) for _ in range(min(buffers, -(-count // size)))]
-    for number, start in enumerate(range(0, count, size)):
-        stop = min(start + size, count)
-        scores = held[number % buffers][: stop - start]
-        part = P[start:stop] if rows is None else P[torch.from_numpy(rows[start:stop]).to(P.device)]
-        places = None if exclude is None else _places(exclude, start, stop, P.device)
-        _product(part, Q.t(), added, scores)
-        if places is not None:
-            scores.view(-1).index_fill_(0, places, -torch.inf)
-        if deny is not None:
-            scores.index_fill_(1, deny, -torch.inf)
-        yield start, stop, scores
-
-
 def _product(left: Tensor, right: Tensor, added: Tensor | None, out: Tensor) -> None:
     if added is None:
         torch.mm(left, right, out=out)
@@ -130,12 +99,9 @@ def best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best_torch(scores, k)
 
 
-def use_compiled(device: torch.device, scores: int, k: int = 0, least: int | None = None) -> bool:
-    """Whether compiled code (scan.py) is available, and worth it for this number of scores and lists of k.
-
-    ``least`` is the least number of scores, for callers that have loaded it already.
-    """
-    least = _WORTH_LOADING if least is None else least
+def use_compiled(device: torch.device, scores: int, k: int = 0, loaded: bool = False) -> bool:
+    """Whether compiled code (scan.py), perhaps loaded already, is worth it for so many scores and lists of k."""
+    least = WORTH_CALLING if loaded else _WORTH_LOADING
     return device.type == "cpu" and scores >= least and k <= _MOST_KEPT and host.has_numba()
 
 
@@ -223,36 +189,6 @@ _FEWEST = 64  # least columns of a tile
 Lists = tuple[int, int, NDArray[np.int64], NDArray[np.float32]]  # first row, row after the last, columns, scores
 
 
-def best_lists(
-    P: Tensor,
-    Q: Tensor,
-    k: int,
-    exclude: sp.csr_matrix | None = None,
-    deny: NDArray[np.int64] | None = None,
-    rows: NDArray[np.int64] | None = None,
-    block_bytes: int | str | None = None,
-    loaded: bool = False,
-    added: Tensor | None = None,
-) -> Iterator[Lists]:
-    """The k best columns of each row, as in :func:`best`, some rows at a time and in order.
-
-    The arguments are those of score_blocks, with ``deny`` increasing; k is at most the number of columns. With
-    ``loaded`` compiled code is used for few scores too, as in a server that has loaded it.
-    """
-    count = len(P) if rows is None else len(rows)
-    if use_compiled(P.device, count * len(Q), k, WORTH_CALLING if loaded else None):
-        yield from _tiled(P, Q, k, exclude, deny, rows, block_bytes, added)
-        return
-    never = None if deny is None else torch.from_numpy(deny).to(Q.device)
-    ahead, launched = int(P.is_cuda), deque[Callable[[], Lists]]()  # a GPU starts a block ahead
-    for start, stop, scores in score_blocks(P, Q, exclude, never, rows, block_bytes, 1 + ahead, added):
-        launched.append(_launched(start, stop, scores, k))
-        if len(launched) > ahead:
-            yield launched.popleft()()
-    while launched:
-        yield launched.popleft()()
-
-
 def _launched(start: int, stop: int, scores: Tensor, k: int) -> Callable[[], Lists]:
     """Start to rank a block; return a function that waits for its lists, before the block is overwritten."""
     columns, values, tied = (found.to("cpu", non_blocking=True) for found in best_but_for_ties(scores, k))
@@ -265,60 +201,6 @@ def _launched(start: int, stop: int, scores: Tensor, k: int) -> Callable[[], Lis
         return start, stop, columns.numpy(), values.numpy()
 
     return fetch
-
-
-def _tiled(
-    P: Tensor,
-    Q: Tensor,
-    k: int,
-    exclude: sp.csr_matrix | None,
-    deny: NDArray[np.int64] | None,
-    rows: NDArray[np.int64] | None,
-    block_bytes: int | str | None,
-    added: Tensor | None = None,
-) -> Iterator[Lists]:
-    from gramtower.retrieval.scan import BestLists
-
-    count, n, threads = len(P) if rows is None else len(rows), len(Q), torch.get_num_threads()
-    height, width = tile_shape(count, n, threads, block_bytes)
-    narrow = width * height // max(1, count)
-    by_columns = threads > 1 and count <= min(_ROWS, height * threads) and narrow >= _FEWEST and n > threads * _FEWEST
-    width = min(narrow, -(-n // threads)) if by_columns else width
-    offsets = np.zeros(count + 1, np.int64) if exclude is None else exclude.indptr.astype(np.int64)
-    excluded = np.empty(0, np.int32) if exclude is None else exclude.indices
-    denied = np.empty(0, np.int64) if deny is None else deny
-
-    def strip(start: int, stop: int, first_column: int = 0, last_column: int = n) -> Lists:
-        left = P[start:stop] if rows is None else P[torch.from_numpy(rows[start:stop])]
-        lists = BestLists(len(left), k)
-        places, ends = offsets[start:stop].copy(), offsets[start + 1 : stop + 1]
-        if first_column:
-            for row, end in enumerate(ends.tolist()):
-                places[row] += np.searchsorted(excluded[places[row] : end], first_column)
-        tile = torch.empty(len(left), width)
-        for first in range(first_column, last_column, width):
-            part = slice(first, min(first + width, last_column))
-            right = Q[part].t()
-            if right.shape[1] < tile.shape[1]:  # the last columns
-                tile = torch.empty(len(left), right.shape[1])
-            _product(left, right, None if added is None else added[part], tile)
-            lists.add(tile.numpy(), first, places, ends, excluded, denied)
-        return start, stop, *lists.finished()
-
-    workers, waiting = pool(threads), deque[Future[Any]]()
-    try:
-        if by_columns:
-            yield _shared(workers, strip, count, n, threads, k)
-            return
-        for start in range(0, count, height):
-            waiting.append(workers.submit(strip, start, min(start + height, count)))
-            if len(waiting) > 2 * threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        for future in waiting:
-            future.cancel()
 
 
 def _shared(workers: Executor, strip: Callable[..., Lists], count: int, n: int, threads: int, k: int) -> Lists:
@@ -347,11 +229,46 @@ class Ranking(NamedTuple):
 
     P: Tensor  # left embeddings
     Q: Tensor  # embeddings of the candidates
-    exclude: sp.csr_matrix | None  # rows × candidates
-    deny: NDArray[np.int64] | None  # candidates that are never chosen, increasing
-    chosen: NDArray[np.int64] | None  # the column of each candidate; None if all columns are candidates
+    exclude: sp.csr_matrix | None = None  # rows × candidates
+    deny: NDArray[np.int64] | None = None  # candidates that are never chosen, increasing
+    chosen: NDArray[np.int64] | None = None  # the column of each candidate; None if all columns are candidates
     own: sp.csr_matrix | None = None  # rows × candidates, the only ones of each row; None if a row may have any
     rules: Rules = NO_RULES  # for the candidates
+    ranked: NDArray[np.int64] | None = None  # rows of P, to which ``exclude`` and ``own`` belong; None for all
+
+    @property
+    def height(self) -> int:
+        """The number of rows to rank."""
+        return len(self.P if self.ranked is None else self.ranked)
+
+    def left(self, which: slice | NDArray[np.int64]) -> Tensor:
+        """The left embeddings of some of these rows."""
+        which = which if self.ranked is None else self.ranked[which]
+        return self.P[which if isinstance(which, slice) else torch.from_numpy(which).to(self.P.device)]
+
+    def scores(self, block_bytes: int | str | None = None, buffers: int = 1) -> Iterator[tuple[int, int, Tensor]]:
+        """Blocks of scores in order of rows: first row, row after the last, and their scores, −inf where left out.
+
+        A block is overwritten after ``buffers - 1`` more.
+        """
+        n, device = len(self.Q), self.P.device
+        size = rows_in_block(n, self.height, device, block_bytes, buffers)
+        held = [torch.empty((size, n), device=device) for _ in range(min(buffers, -(-self.height // size)))]
+        deny = None if self.deny is None else torch.from_numpy(self.deny).to(device)
+        added = self._added()
+        for number, start in enumerate(range(0, self.height, size)):
+            stop = min(start + size, self.height)
+            scores = held[number % buffers][: stop - start]
+            places = None if self.exclude is None else _places(self.exclude, start, stop, device)
+            _product(self.left(slice(start, stop)), self.Q.t(), added, scores)
+            if places is not None:
+                scores.view(-1).index_fill_(0, places, -torch.inf)
+            if deny is not None:
+                scores.index_fill_(1, deny, -torch.inf)
+            yield start, stop, scores
+
+    def _added(self) -> Tensor | None:
+        return None if self.rules.added is None else torch.from_numpy(self.rules.added).to(self.Q.device)
 
     def lists(self, k: int, block_bytes: int | str | None = None, loaded: bool = False) -> Iterator[Lists]:
         """The lists of some rows at a time, in order; at most k columns per row."""
@@ -396,7 +313,7 @@ class Ranking(NamedTuple):
         if rules.scores == "raw":
             return values
         if rules.probability is not None:
-            raw = values if rules.added is None else _pair_scores(self.P[start:stop], self.Q, columns)
+            raw = values if rules.added is None else _pair_scores(self.left(slice(start, stop)), self.Q, columns)
             found = rules.probability(raw)
         else:
             found = percentiles(values, self._candidates(start, stop))
@@ -416,19 +333,75 @@ class Ranking(NamedTuple):
         return count
 
     def _best(self, k: int, block_bytes: int | str | None, loaded: bool) -> Iterator[Lists]:
-        added = None if self.rules.added is None else torch.from_numpy(self.rules.added).to(self.Q.device)
-        if self.own is None:
-            yield from best_lists(self.P, self.Q, k, self.exclude, self.deny, None, block_bytes, loaded, added)
-            return
-        widths = np.diff(self.own.indptr)
+        """The k best columns of each row, k at most the number of candidates, without choices among them."""
+        if self.own is not None:
+            yield from self._best_own(self.own, k)
+        elif use_compiled(self.P.device, self.height * len(self.Q), k, loaded):
+            yield from self._tiled(k, block_bytes)
+        else:
+            ahead, launched = int(self.P.is_cuda), deque[Callable[[], Lists]]()  # a GPU starts a block ahead
+            for start, stop, scores in self.scores(block_bytes, 1 + ahead):
+                launched.append(_launched(start, stop, scores, k))
+                if len(launched) > ahead:
+                    yield launched.popleft()()
+            while launched:
+                yield launched.popleft()()
+
+    def _best_own(self, own: sp.csr_matrix, k: int) -> Iterator[Lists]:
+        widths, added = np.diff(own.indptr), self._added()
         step = max(1, _GATHERED // max(1, int(widths.max(initial=0))))
-        for start in range(0, len(self.P), step):
+        for start in range(0, self.height, step):
             part = widths[start : start + step]
-            columns = np.full((len(part), int(part.max(initial=0))), -1)
-            filled = np.arange(columns.shape[1]) < part[:, None]
-            columns[filled] = self.own.indices[self.own.indptr[start] : self.own.indptr[start + len(part)]]
             stop = start + len(part)
-            yield start, stop, *best_of(self.P[start:stop], self.Q, columns, k, added)
+            columns = np.full((len(part), int(part.max(initial=0))), -1)
+            columns[np.arange(columns.shape[1]) < part[:, None]] = own.indices[own.indptr[start] : own.indptr[stop]]
+            yield start, stop, *best_of(self.left(slice(start, stop)), self.Q, columns, k, added)
+
+    def _tiled(self, k: int, block_bytes: int | str | None) -> Iterator[Lists]:
+        """Lists by compiled code: each thread takes some rows, or all of a few rows and some of the columns."""
+        from gramtower.retrieval.scan import BestLists
+
+        height, n, threads, added = self.height, len(self.Q), torch.get_num_threads(), self._added()
+        rows, width = tile_shape(height, n, threads, block_bytes)
+        narrow = width * rows // max(1, height)
+        by_columns = threads > 1 and height <= min(_ROWS, rows * threads)
+        by_columns = by_columns and narrow >= _FEWEST and n > threads * _FEWEST
+        width = min(narrow, -(-n // threads)) if by_columns else width
+        offsets = np.zeros(height + 1, np.int64) if self.exclude is None else self.exclude.indptr.astype(np.int64)
+        excluded = np.empty(0, np.int32) if self.exclude is None else self.exclude.indices
+        denied = np.empty(0, np.int64) if self.deny is None else self.deny
+
+        def strip(start: int, stop: int, first_column: int = 0, last_column: int = n) -> Lists:
+            left = self.left(slice(start, stop))
+            lists = BestLists(len(left), k)
+            places, ends = offsets[start:stop].copy(), offsets[start + 1 : stop + 1]
+            if first_column:
+                for row, end in enumerate(ends.tolist()):
+                    places[row] += np.searchsorted(excluded[places[row] : end], first_column)
+            tile = torch.empty(len(left), width)
+            for first in range(first_column, last_column, width):
+                part = slice(first, min(first + width, last_column))
+                right = self.Q[part].t()
+                if right.shape[1] < tile.shape[1]:  # the last columns
+                    tile = torch.empty(len(left), right.shape[1])
+                _product(left, right, None if added is None else added[part], tile)
+                lists.add(tile.numpy(), first, places, ends, excluded, denied)
+            return start, stop, *lists.finished()
+
+        workers, waiting = pool(threads), deque[Future[Any]]()
+        try:
+            if by_columns:
+                yield _shared(workers, strip, height, n, threads, k)
+                return
+            for start in range(0, height, rows):
+                waiting.append(workers.submit(strip, start, min(start + rows, height)))
+                if len(waiting) > 2 * threads:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
 
     def _units(self, columns: NDArray[np.int64]) -> NDArray[np.float32]:
         gathered = self.Q[torch.from_numpy(np.maximum(columns, 0)).to(self.Q.device)]
@@ -437,9 +410,12 @@ class Ranking(NamedTuple):
     def top(
         self, k: int, block_bytes: int | str | None = None, loaded: bool = False
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The lists of all rows as :func:`top_k` returns them; ``loaded`` is that of :func:`best_lists`."""
-        found = np.full((len(self.P), k), -1, dtype=np.int64)
-        values = np.full((len(self.P), k), -np.inf, dtype=np.float32)
+        """The lists of all rows as :func:`top_k` returns them.
+
+        With ``loaded`` compiled code is used for few scores too, as in a server that has loaded it.
+        """
+        found = np.full((self.height, k), -1, dtype=np.int64)
+        values = np.full((self.height, k), -np.inf, dtype=np.float32)
         for start, stop, columns, best in self.lists(k, block_bytes, loaded):
             width = columns.shape[1]
             found[start:stop, :width], values[start:stop, :width] = columns, best
@@ -447,9 +423,8 @@ class Ranking(NamedTuple):
 
     def rows(self, which: slice | NDArray[np.int64]) -> Ranking:
         """The same for some of the rows."""
-        P = self.P[which if isinstance(which, slice) else torch.from_numpy(which).to(self.P.device)]
         exclude, own = (None if pairs is None else pairs[which] for pairs in (self.exclude, self.own))
-        return self._replace(P=P, exclude=exclude, own=own)
+        return self._replace(P=self.left(which), exclude=exclude, own=own, ranked=None)
 
 
 def best_of(

@@ -29,14 +29,14 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower.data import frames
-from gramtower.data.ids import as_ids, as_objects, index_of
+from gramtower.data.ids import as_ids, as_objects, index_of, rows_of
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import ones_at
 from gramtower.data.readers.item_lists import lines
 from gramtower.data.sources import PathLike, file_in, reading
 
 if TYPE_CHECKING:
-    from polars import DataFrame, Series
+    from polars import DataFrame
 
 _UNNAMED = 1 << 22  # features that a file may speak of besides one for each number in it
 
@@ -102,17 +102,10 @@ def musae(path: PathLike, *, directed: bool = False) -> Graph:
         features = _features(described, index)
     with reading(edges):
         columns = frames.read_csv(edges, [("path", 0), ("path", 1)])
-        left, right = (_rows(edges, column, index) for column in columns)
+        expected = f"links of the {len(index):,} nodes that are listed"
+        left, right = (rows_of("path", column.to_list(), index, expected) for column in columns)
         pairs = _links(edges, left, right, ids, ("node", "neighbour"), both)
     return Graph(pairs, features, nodes)
-
-
-def _rows(path: Path, column: Series, index: dict[Any, int]) -> NDArray[np.int64]:
-    found = np.asarray([index.get(key, -1) for key in column.to_list()], dtype=np.int64)
-    if len(found) and found.min() < 0:
-        key = column.to_list()[int(found.argmin())]
-        check.fail("path", f"{path} with a link of {key!r}", f"links of the {len(index):,} nodes that are listed")
-    return found
 
 
 def _features(path: Path, index: dict[Any, int]) -> sp.csr_matrix:

@@ -12,13 +12,14 @@ counted; repeated links are merged. Ids are titles with spaces.
 Each dump is read once, in pieces. Memory: a piece, the titles of namespace 0, the targets of linktarget (12 bytes each)
 and 8 bytes for each link.
 
-Dumps are SQL statements with rows in ``INSERT INTO `t` VALUES (…),(…);``. Rows are matched one after the other without
-a gap, so that quotes and brackets inside text cannot be mistaken for the end of a row, and a row at the end of a buffer
-waits for the rest.
+Dumps are SQL statements with rows in ``INSERT INTO `t` VALUES (…),(…);``, each statement on lines of its own and each
+row within a line, as mysqldump writes them. Rows are matched one after the other without a gap, so that quotes and
+brackets inside text cannot be mistaken for the end of a row.
 """
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,7 +117,7 @@ def _resolved(leads_to: NDArray[np.int64], is_redirect: NDArray[np.bool_]) -> ND
 def _read_links(folder: Path, pages: _Pages) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
     """Distinct links as numbers of pages, and what was counted."""
     path = _dump(folder, "pagelinks")
-    present = _Reader(path).columns()
+    present = _Dump(path).columns()
     counts = {"pages": len(pages.articles), "redirects": pages.redirects, "rows": 0}
     counts |= dict.fromkeys(("rows_not_from_articles", "rows_to_no_article", "rows_to_itself", "rows_merged"), 0)
     by_title = "pl_title" in present
@@ -208,19 +209,15 @@ def _rows(folder: Path, table: str, *columns: str) -> Iterator[Iterator[list[Row
     """Open a dump and give some columns of all rows, many rows at a time; errors inside name the file."""
     path = _dump(folder, table)
     with reading(path):
-        yield _Reader(path).rows(columns)
+        yield _Dump(path).rows(columns)
 
 
 _END = ord(";")
-_LONGEST = 1 << 20  # bytes of a row; more without an end are not a row
 _LARGEST = 10**18
 _WIDEST = 100  # columns of a table
-_KEYWORD = len(b"CREATE TABLE ")
 _TEXT = rb"'[^'\\]*+(?:(?:\\.|'')[^'\\]*+)*+'"
 _VALUE = rb"(?:NULL|-?[0-9][-+0-9.eE]*+|(?:_binary )?" + _TEXT + rb"|0x[0-9A-Fa-f]*+)"
-_STATEMENT = re.compile(rb"^(CREATE TABLE|INSERT INTO)\b", re.MULTILINE)
-_CREATE = re.compile(rb"CREATE TABLE [^(]*\((.*?)\n\)[^\n]*;", re.DOTALL)
-_COLUMN = re.compile(rb"^[ \t]*+`(\w+)`", re.MULTILINE)
+_COLUMN = re.compile(rb"^[ \t]*+`(\w+)`")
 _INSERT = re.compile(rb"INSERT INTO `?\w+`?(?: \(([^)]*)\))? VALUES\s*+")
 _ESCAPE = re.compile(rb"\\(.)|''", re.DOTALL)
 _ESCAPED = {b"0": b"\0", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"b": b"\b", b"Z": b"\x1a"}
@@ -249,27 +246,39 @@ def text_of(value: bytes) -> bytes:
     return _ESCAPE.sub(lambda found: b"'" if found[1] is None else _ESCAPED.get(found[1], found[1]), inner)
 
 
-class _Reader:
-    """A dump: bytes read and not needed yet, where in them the next ones stand, and how many came before them."""
+class _Dump:
+    """The lines of a dump."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.data, self.at, self.before = path, b"", 0, 0
-        self.pieces = sources.read_pieces(path)
+        self.path, self.before = path, 0  # bytes before the current line
+        self._lines = self._read()
+
+    def _read(self) -> Iterator[bytes]:
+        for chunk in sources.whole_lines(sources.read_pieces(self.path)):
+            for line in io.BytesIO(chunk):
+                yield line
+                self.before += len(line)
 
     def columns(self) -> list[str]:
         """Find and read the CREATE TABLE statement."""
-        if self._next_statement() != b"CREATE TABLE":
+        for line in self._lines:
+            if line.startswith((b"CREATE TABLE", b"INSERT INTO")):
+                break
+        else:
+            line = b""
+        if not line.startswith(b"CREATE TABLE"):
             check.fail("path", f"{self.path} without CREATE TABLE before its rows", "a MySQL dump of one table")
-        while (found := _CREATE.match(self.data, self.at)) is None:
-            self._more("CREATE TABLE")
-        self.at = found.end()
-        names = [name.decode() for name in _COLUMN.findall(found[1])]
+        names = []
+        for line in self._lines:
+            if line.startswith(b")"):
+                break
+            names += [name.decode() for name in _COLUMN.findall(line)]
         if len(names) > _WIDEST or len(set(names)) < len(names):
             check.fail("path", f"{self.path} with {len(names)} columns", f"at most {_WIDEST}, each once")
         return names
 
     def rows(self, wanted: Sequence[str]) -> Iterator[list[Row]]:
-        """Yield some columns of many rows at a time, as they are written: ``b"12"``, ``b"'Title'"``, ``b"NULL"``."""
+        """Yield some columns of the rows of a line, as they are written: ``b"12"``, ``b"'Title'"``, ``b"NULL"``."""
         present = self.columns()
         for name in wanted:
             if name not in present:
@@ -278,59 +287,32 @@ class _Reader:
         row = re.compile(rb"\s*+\(" + b",".join(values) + rb"\)\s*+[,;]", re.DOTALL)
         captured = [name for name in present if name in wanted]
         order = [captured.index(name) for name in wanted]
-        as_written = order == sorted(order)
-        while (word := self._next_statement()) is not None:
-            if word != b"INSERT INTO":
-                check.fail("path", f"{self.path} with two tables", "a MySQL dump of one table")
-            while (head := _INSERT.match(self.data, self.at)) is None or head.end() == len(self.data):
-                self._more("INSERT INTO")
-            named = None if head[1] is None else [x.strip(" `") for x in head[1].decode(errors="replace").split(",")]
-            if named is not None and named != present:
-                given = f"{self.path}, whose rows have columns {', '.join(named)}"
-                check.fail("path", given, f"those of its CREATE TABLE, {', '.join(present)}")
-            self.at = head.end()
-            for batch in self._statement(row):
-                yield batch if as_written else [tuple(groups[place] for place in order) for groups in batch]
-
-    def _statement(self, row: re.Pattern[bytes]) -> Iterator[list[Row]]:
-        """The rows of one INSERT, up to its semicolon, as many at a time as were read."""
-        ended = False
-        while not ended:
-            batch: list[Row] = []
-            data, at = self.data, self.at
-            while not ended and (found := row.match(data, at)):  # none where a row is cut, or is none
-                at = found.end()
+        inside = False  # an INSERT
+        for line in self._lines:
+            at, batch = 0, list[Row]()
+            if not inside:
+                if not line.startswith((b"INSERT INTO", b"CREATE TABLE")):
+                    continue
+                at, inside = self._values_of(line, present), True
+            while inside and (found := row.match(line, at)):
+                at, inside = found.end(), line[found.end() - 1] != _END
                 batch.append(found.groups())
-                ended = data[at - 1] == _END
-            self.at = at
-            yield batch
-            if not ended:
-                self._more("a row")
+            yield batch if order == sorted(order) else [tuple(groups[place] for place in order) for groups in batch]
+            if inside and line.endswith(b"\n") and line[at:].strip():
+                shown = line[at : at + 60].decode(errors="replace")
+                given = f"{self.path}, where a row at byte {self.before + at} begins {shown!r}"
+                check.fail("path", given, "rows that fit its CREATE TABLE")
+        if inside:
+            check.fail("path", f"{self.path}, which ends inside a row at byte {self.before}", "a whole file")
 
-    def _next_statement(self) -> bytes | None:
-        """Find the next CREATE TABLE or INSERT INTO at the beginning of a line; None at the end of the file."""
-        while (found := _STATEMENT.search(self.data, self.at)) is None:
-            line = max(self.at, self.data.rfind(b"\n") + 1)  # a cut line stays
-            inside = len(self.data) - line > _KEYWORD  # of a line that is no statement: its last byte is enough
-            self.at = len(self.data) - 1 if inside else line
-            if not self._grow():
-                return None
-            self.at = int(inside)
-        self.at = found.start()
-        return found[1]
-
-    def _more(self, what: str) -> None:
-        """Read another piece to complete a row; refuse a row that cannot be completed."""
-        place = f"{what} at byte {self.before + self.at}"
-        if len(self.data) - self.at > _LONGEST:
-            shown = self.data[self.at : self.at + 60].decode(errors="replace")
-            check.fail("path", f"{self.path}, where {place} begins {shown!r}", "rows that fit its CREATE TABLE")
-        if not self._grow():
-            check.fail("path", f"{self.path}, which ends inside {place}", "a whole file")
-
-    def _grow(self) -> bool:
-        """Drop the bytes already used and read another piece; False at the end of the file."""
-        piece = next(self.pieces, b"")
-        self.before += self.at
-        self.data, self.at = self.data[self.at :] + piece, 0
-        return bool(piece)
+    def _values_of(self, line: bytes, present: list[str]) -> int:
+        """Where the rows of an INSERT begin."""
+        if line.startswith(b"CREATE TABLE"):
+            check.fail("path", f"{self.path} with two tables", "a MySQL dump of one table")
+        if (head := _INSERT.match(line)) is None:
+            check.fail("path", f"{self.path} with {line[:60]!r} at byte {self.before}", "INSERT INTO … VALUES …")
+        named = None if head[1] is None else [x.strip(" `") for x in head[1].decode(errors="replace").split(",")]
+        if named is not None and named != present:
+            given = f"{self.path}, whose rows have columns {', '.join(named)}"
+            check.fail("path", given, f"those of its CREATE TABLE, {', '.join(present)}")
+        return head.end()
