@@ -51,9 +51,8 @@ class Search:
         base: the model's own arguments.
         interrupted: whether Ctrl-C ended it.
         verdict: a sentence: whether a trial replaces the defaults, and by how much it is better.
-        confirmations: trials that were trained once more before one of them won. Trials that had started warm were
-            trained from a cold start, which is then also their record among ``trials``; where entities were held out,
-            the defaults and their replacement were trained with other entities held out.
+        confirmations: with held-out entities, the defaults and the trials that were trained once more, with other
+            entities held out, before one of them won.
     """
 
     metric: str
@@ -123,9 +122,10 @@ class Search:
 
     def _confirmations(self) -> Table:
         rows = [
-            [str(t.number), f"{t.value:.4f}", t.repeated, str(len(t.curve) - 1), f"{t.seconds:.1f}"]
+            [str(t.number), f"{t.value:.4f}", "on other held-out entities" if t.confirmed is None else "cold start",
+             str(len(t.curve) - 1), f"{t.seconds:.1f}"]
             for t in self.confirmations
-        ]
+        ]  # fmt: skip
         return ["trained again", self.metric, "how", "iterations", "seconds"], rows
 
     def __repr__(self) -> str:
@@ -287,17 +287,15 @@ def trial_lines(say: Callable[[str], None]) -> Callable[[Search], None]:
         nonlocal count
         if len(found.trials) > count:  # not again for the last one when the search ends
             last, best = found.trials[-1], pick(found.trials)
-            how = f"warm from {last.warm_from}" if last.warm_from is not None else "cold"
-            how = how if last.same_as is None else f"same as {last.same_as}"
-            end = "given up" if last.pruned else f"{len(last.curve) - 1} iterations"
+            end = last.note or f"{len(last.curve) - 1} iterations"
             say(
-                f"trial {last.number:3d}  {found.metric} {last.value:.4f}  {how}, {end}, {last.seconds:.1f} s"
+                f"trial {last.number:3d}  {found.metric} {last.value:.4f}  {end}, {last.seconds:.1f} s"
                 f"   best {best.value:.4f} (trial {best.number})"
             )
         count = len(found.trials)
         for again in found.confirmations:  # when the search ends
             value = f"{found.metric} {again.value:.4f}"
-            say(f"trial {again.number:3d}  {value}  again, {again.repeated}, {again.seconds:.1f} s")
+            say(f"trial {again.number:3d}  {value}  again, on other held-out entities, {again.seconds:.1f} s")
 
     return report
 
