@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramtower._util import html
 from gramtower._util.checks import config_hidden
 from gramtower._util.files import as_path, build, config_text, plain, write_text
-from gramtower.experiments.figures import circumstances, drawn, search_figure, table
+from gramtower.experiments.figures import Page, search_figure, table
 from gramtower.experiments.tuning.space import Value
 from gramtower.experiments.tuning.study import Tried, pick
 from gramtower.model.settings import SETTINGS
@@ -307,33 +306,36 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
         HTML, the numbers in it, and a list of what could not be made and why.
     """
     best, own, metric, data = search.best, search.trials[0], search.metric, search.data
-    problems: list[str] = []
+    page = Page(f"Tuning: {title}")
     left, right, pairs = (data.get(name, 0) for name in ("left", "right", "pairs"))
     density = pairs / max(1, left * right)
-    sizes = (
+    page.text(
+        f"{metric} on the validation part: {best.value:.4f} by trial {best.number}, iteration {best.iteration}; "
+        f"{own.value:.4f} with the model's own settings (trial 0). {len(search.trials):,} trials in "
+        f"{search.seconds:.0f} s{'; ' if search.verdict else ''}{search.verdict}.",
+        strong=True,
+    )
+    page.text(
         f"{left:,} left × {right:,} right entities, {pairs:,} pairs to learn from: {density:.3%} of all. "
         f"{data.get('ranked_users', 0):,} users were ranked in each trial."
     )
-    result = (
-        f"{metric} on the validation part: {best.value:.4f} by trial {best.number}, iteration {best.iteration}; "
-        f"{own.value:.4f} with the model's own settings (trial 0). {len(search.trials):,} trials in "
-        f"{search.seconds:.0f} s"
-    )
-    result += f"; {search.verdict}." if search.verdict else "."
     heads, measured = search.metrics_table()
-    body = [f"<p><strong>{escape(result)}</strong></p>", f"<p>{escape(sizes)}</p>"]
-    body += [table(heads, measured)] if measured else []
-    body.append(f"<p>{escape(search.caution)}</p>")
+    if measured:
+        page.add(table(heads, measured))
+    page.text(search.caution)
     if search.interrupted:
-        body.append('<p class="warn">The search was interrupted; the same command continues it.</p>')
-    caption = f"{metric} of each trial, their curves, and importance of choices"
+        page.text("The search was interrupted; the same command continues it.", "warn")
+    page.heading("Trials")
+    page.figure(search.plot, f"{metric} of each trial, their curves, and importance of choices")
+    page.heading("Settings found")
+    page.add(table(*search._choices()))
+    page.heading("All trials")
     heads, rows = search._trials()
-    marked = [[t.number == search.winner] * (len(heads) - 1) for t in search._ordered()]
-    body += ["<h2>Trials</h2>", drawn(search.plot, caption, problems)]
-    body += ["<h2>Settings found</h2>", table(*search._choices()), "<h2>All trials</h2>", table(heads, rows, marked)]
+    page.add(table(heads, rows, [[t.number == search.winner] * (len(heads) - 1) for t in search._ordered()]))
     if search.confirmations:
-        body += ["<h2>Trained again</h2>", table(*search._confirmations())]
-    body += circumstances((), {f"[{name}]": plain(part) for name, part in search.tables().items()}, {})
+        page.heading("Trained again")
+        page.add(table(*search._confirmations()))
+    page.circumstances((), {f"[{name}]": plain(part) for name, part in search.tables().items()}, {})
     content = {
         "kind": "tuning", "title": title, "metric": metric, "value": best.value, "trial": best.number,
         "trials": len(search.trials), "confirmations": len(search.confirmations), "at_defaults": own.value,
@@ -341,4 +343,4 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
         "data": {**data, "density": density}, "interrupted": search.interrupted, "verdict": search.verdict,
         "metrics": {"own settings": own.metrics, "found": best.metrics},
     }  # fmt: skip
-    return html.document(f"Tuning: {title}", body), plain(content), problems
+    return page.html(), plain(content), page.problems
