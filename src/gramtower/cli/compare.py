@@ -42,7 +42,7 @@ from gramtower.cli.options import (
     read_config,
     read_tables,
 )
-from gramtower.cli.output import note, print_json, print_table
+from gramtower.cli.output import Table, note
 from gramtower.cli.reading import HISTORY, for_writing, held, held_out_of, read_imputed, read_pairs, tower_features
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions
@@ -311,17 +311,14 @@ def compare(
             raise KeyboardInterrupt(kept) from None
     for problem in problems:
         note(problem)
-    if common.json:
-        print_json(content)
-    else:
-        show(content, out)
+    common.answer(content, *shown(content, out))
     if interrupted:
         raise KeyboardInterrupt(kept)
     return 0 if all(found["status"] in RAN for found in content["methods"].values()) else 1
 
 
-def show(content: dict[str, Any], out: Path) -> None:
-    """Print the summary."""
+def shown(content: dict[str, Any], out: Path) -> list[Table | str]:
+    """Return what people are shown of a summary."""
     metric = content["metric"]
     columns = ["method", "lowest", "(L-L*)/L*", *([metric] if metric else []), "iter", "seconds", "passes"]
     columns += [f"s to {level}" for level in _SHOWN]
@@ -332,12 +329,9 @@ def show(content: dict[str, Any], out: Path) -> None:
         times = [_rounded(found.get("seconds_to", {}).get(level)) for level in _SHOWN]
         rows.append((name, found.get("lowest"), _rounded(found.get("relative_difference")), *metrics, *ends, *times))
     title = f"SYNTHETIC DATA: {content['synthetic']}" if content.get("synthetic") else None
-    print_table(columns, rows, title)
-    for name, found in content["methods"].items():
-        if found["status"] != "finished":
-            print(f"{name} {found['status']}: {found['message']}")
-    print(content["verdict"])
-    print(f"report: {out / PAGE}")
+    ended = [(name, one["status"], one["message"]) for name, one in content["methods"].items()]
+    troubled = [f"{name} {status}: {message}" for name, status, message in ended if status != "finished"]
+    return [Table(columns, rows, title), *troubled, content["verdict"], f"report: {out / PAGE}"]
 
 
 def _joined(store: RunStore, now: Request, options: Mapping[str, dict[str, Any]], fresh: bool) -> Request:

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 from gramtower._util import checks as check
 from gramtower._util.files import as_path, write_json, write_text
 from gramtower.cli import reading
-from gramtower.cli.compare import show as show_comparison
+from gramtower.cli.compare import shown as shown_comparison
 from gramtower.cli.fit_command import features_table
 from gramtower.cli.formats import DataOptions, ReadOptions, guess_format
 from gramtower.cli.options import (
@@ -34,7 +34,7 @@ from gramtower.cli.options import (
     TuneTraining,
     read_config,
 )
-from gramtower.cli.output import note, print_answer, print_facts, print_json, print_table, shown
+from gramtower.cli.output import Table, note, shown
 from gramtower.cli.reading import CONFIG, HISTORY, MODEL, Say, read_pairs, tower_features, validation_of
 from gramtower.data.entity_table import EntityTable
 from gramtower.data.interactions import Interactions
@@ -135,20 +135,13 @@ def benchmark(
         )  # fmt: skip
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"runs that ended are in {out}, and the same command continues after them") from None
-    _show(found, out, common)
+    common.answer(found.to_dict(), *_shown(found, out))
     return 0 if all(one["status"] in ("finished", "left out") for one in found.summary["models"].values()) else 1
 
 
-def _show(found: Benchmark, out: Path, common: Common) -> None:
-    """Print the table, the models that are missing in it, and the best model."""
-    if common.json:
-        print_json(found.to_dict())
-        return
-    print_table(*table_of(found.summary))
-    for line in notes_of(found.summary):
-        print(line)
-    print(found.verdict)
-    print(f"report: {out / PAGE}")
+def _shown(found: Benchmark, out: Path) -> list[Table | str]:
+    """Return the table, the models that are missing in it, and the best model."""
+    return [Table(*table_of(found.summary)), *notes_of(found.summary), found.verdict, f"report: {out / PAGE}"]
 
 
 def _split(text: str) -> list[str]:
@@ -246,16 +239,12 @@ def cross_validate(
     content = {"pairs": len(pairs), "folds": folds, "seed": estimator.seed, "metrics": found.to_dict()}
     if out is not None:
         write_json(out, content)
-    if common.json:
-        print_json(content)
-        return 0
     rows = []
     for name in names:
         spans = span(found.interval[name]), span(found.user_interval.get(name))
         values = " ".join(shown(float(f"{value:.4g}")) for value in found.values(name).tolist())
         rows.append((name, found.mean[name], *spans, values))
-    print_table(("metric", "mean", "95% over folds", "95% over left entities", "folds"), rows)
-    return 0
+    return common.answer(content, Table(("metric", "mean", "95% over folds", "95% over left entities", "folds"), rows))
 
 
 _STORAGE, _OLD_STORAGE = "search", "search.journal"
@@ -337,16 +326,10 @@ def tune(
         "at the defaults": found.trials[0].value, "verdict": found.verdict, "seconds": found.seconds,
         "config": str(out / CONFIG), "report": str(out / TABLE),
     }  # fmt: skip
-    if common.json:
-        metrics = {"own settings": found.trials[0].metrics, "found": found.best.metrics}
-        chosen = {"arguments": found.arguments, "features": found.features, "importance": found.importance}
-        print_json(facts | {"metrics": metrics} | chosen)
-    else:
-        print_facts(facts)
-        heads, rows = found.metrics_table()
-        if rows:
-            print_table(heads, rows)
-        print(found.caution)
+    metrics = {"own settings": found.trials[0].metrics, "found": found.best.metrics}
+    chosen = {"arguments": found.arguments, "features": found.features, "importance": found.importance}
+    measured = Table(*found.metrics_table())
+    common.answer(facts | {"metrics": metrics} | chosen, facts, *([measured] if measured.rows else []), found.caution)
     if found.interrupted:
         kept = f"{len(found.trials)} trials were kept in {storage}, and the same command continues after them"
         raise KeyboardInterrupt(kept)
@@ -384,25 +367,23 @@ def report(
     if (test or left_table or right_table) and not fitted:
         check.fail("--test, --left-table, --right-table", "a folder of something else", "the folder of a fit")
     if benchmark:
-        _show(build_benchmark(run), run, common)
-        return 0
+        found = build_benchmark(run)
+        return common.answer(found.to_dict(), *_shown(found, run))
+    page, notes = "", list[str]()
     if fitted:
-        found, notes = read_fit(run, test, tables)
-        page, content, problems = fit_page(found)
-        problems = notes + problems
+        run_of_fit, notes = read_fit(run, test, tables)
+        page, content, problems = fit_page(run_of_fit)
     elif not comparison and (run / REPORT).exists():
         page, content, problems = tuning_page(read_search(run), run.resolve().name)
     else:
-        page, (content, problems) = "", build_comparison(run)
-    if page:
-        write_text(run / PAGE, page)
-    for problem in problems:
+        content, problems = build_comparison(run)
+    for problem in notes + problems:
         note(problem)
-    if not page and not common.json:
-        show_comparison(content, run)
-        return 0
+    if not page:
+        return common.answer(content, *shown_comparison(content, run))
+    write_text(run / PAGE, page)
     facts = {name: value for name, value in content.items() if isinstance(value, (str, int, float)) and name != "kind"}
-    return print_answer(common.json, content, facts | {"report": str(run / PAGE)})
+    return common.answer(content, facts | {"report": str(run / PAGE)})
 
 
 def read_fit(run: Path, test: Path | None, tables: Mapping[str, Path | None]) -> tuple[FitRun, list[str]]:

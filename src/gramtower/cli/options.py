@@ -24,7 +24,7 @@ from gramtower._util import checks as check
 from gramtower._util.checks import parse_hidden
 from gramtower._util.files import as_path, toml
 from gramtower.cli.formats import DataOptions, ReadOptions
-from gramtower.cli.output import note, silent
+from gramtower.cli.output import Table, note, print_facts, print_json, print_table, silent
 from gramtower.data.sources import read_toml, reading
 from gramtower.model.settings import SETTINGS, ModelSettings
 
@@ -184,6 +184,20 @@ class Common:
     def note(self) -> Callable[[str], None]:
         """Prints a line about progress, unless --quiet was given."""
         return silent if self.quiet else note
+
+    def answer(self, content: Mapping[str, object], *shown: Mapping[str, object] | Table | str) -> int:
+        """Print JSON for programs; for people facts (by default the same), tables and lines. Return the exit code 0."""
+        if self.json:
+            print_json(content)
+            return 0
+        for part in shown or (content,):
+            if isinstance(part, str):
+                print(part)
+            elif isinstance(part, Table):
+                print_table(*part)
+            else:
+                print_facts(part)
+        return 0
 
 
 TABLES: dict[str, type] = {"data": DataOptions, "features": FitFeatures, "model": ModelOptions, "train": FitTraining}

@@ -15,7 +15,7 @@ from gramtower._util import checks as check
 from gramtower._util.files import as_path
 from gramtower.cli.formats import ReadOptions
 from gramtower.cli.options import Common, Settings, Switch, Texts, parse_option
-from gramtower.cli.output import print_answer, print_facts, print_json, print_table, silent
+from gramtower.cli.output import Table, silent
 from gramtower.cli.reading import (
     NO_ID,
     described_rows,
@@ -95,7 +95,7 @@ def evaluate(
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
     counts = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out, "left_out": found.left_out}
     counts |= {"exclude_seen": exclude_seen}
-    return print_answer(common.json, {"metrics": found, **counts}, found)
+    return common.answer({"metrics": found, **counts}, found)
 
 
 def off_policy(
@@ -167,13 +167,9 @@ def off_policy(
         samples=samples, seed=seed,
     )  # fmt: skip
     facts = {name: value for name, value in vars(answer).items() if not isinstance(value, tuple)}
-    columns = ("estimate", "value", "standard_error", "low", "high")
-    if common.json:
-        print_json({"estimates": [dict(zip(columns, row, strict=True)) for row in answer.rows()], **facts})
-    else:
-        print_table(columns, answer.rows())
-        print_facts(facts)
-    return 0
+    columns, lines = ("estimate", "value", "standard_error", "low", "high"), answer.rows()
+    estimated = [dict(zip(columns, line, strict=True)) for line in lines]
+    return common.answer({"estimates": estimated, **facts}, Table(columns, lines), facts)
 
 
 def recommend(
@@ -292,8 +288,7 @@ def recommend(
         options["context"] = {name: value for name, _, value in (text.partition("=") for text in context)}
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
     found, values = model.recommend(known, k, **options)
-    _show("left", asked if known is None else known, "right", found, values, common, table)
-    return 0
+    return _show("left", asked if known is None else known, "right", found, values, common, table)
 
 
 def listed(flag: str, given: list[str] | None) -> list[str] | None:
@@ -364,7 +359,7 @@ def _write_all(model: TwoTower, out: Path, k: int, options: Mapping[str, Any], c
 
     answers = model.recommend_all(out, k, progress=progress, **options)
     facts = {"lists": len(model.left_), "answers": answers, "seconds": time.monotonic() - start, "out": str(out)}
-    return print_answer(common.json, facts)
+    return common.answer(facts)
 
 
 def similar(
@@ -411,8 +406,7 @@ def similar(
     new, titled = options.get("right_features"), None
     if side == "right":
         titled = _right_table(model, settings, right_table, right_id, right_title, new, common)
-    _show(side, names if keys is None else keys, "similar", found, scores, common, titled)
-    return 0
+    return _show(side, names if keys is None else keys, "similar", found, scores, common, titled)
 
 
 def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> list[Key] | None:
@@ -433,7 +427,7 @@ def _show(
     scores: NDArray[np.float32],
     common: Common,
     table: _Titled | None = None,
-) -> None:
+) -> int:
     """One list for each entity asked about, with titles where there are some; places without an answer are left out."""
     titles = None if table is None else table[0].titles
     named = {} if table is None or titles is None else dict(zip(table[1], titles, strict=True))
@@ -446,16 +440,14 @@ def _show(
         for row, values in zip(found.tolist(), scores.tolist(), strict=True)
     ]
     lists = [*zip(asked, answers, strict=True)]
-    if common.json:
-        print_json({"answers": [{asked_name: key, "results": answer} for key, answer in lists]})
-        return
     shown = [*(["title"] if named else []), "score"]
     rows = [
         (str(key) if rank == 1 else "", rank, str(one["id"]), *(one[name] for name in shown))
         for key, answer in lists
         for rank, one in enumerate(answer, start=1)
     ]
-    print_table((asked_name, "rank", found_name, *shown), rows)
+    content = {"answers": [{asked_name: key, "results": answer} for key, answer in lists]}
+    return common.answer(content, Table((asked_name, "rank", found_name, *shown), rows))
 
 
 def explain(
@@ -483,7 +475,7 @@ def explain(
         right_features: The same for RIGHT, with --side right.
         history: Right id of a new left entity, for models fitted with --history; may be repeated.
     """
-    common, k = common or Common(), check.count("-k", k)
+    k = check.count("-k", k)
     model, _ = open_model(run)
     new = left == NEW
     keys = None if new else as_known([left], model.left_.ids)[0], as_known([right], model.right_.ids)[0]
@@ -495,13 +487,9 @@ def explain(
     if history is not None:
         given["histories"] = [keys_of(model, "right", history)]
     found = model.explain(*keys, side=side, **given).to_plain(k)
-    if common.json:
-        print_json({"left": keys[0], "right": keys[1], **found})
-        return 0
-    print_facts({"score": found["score"], "method": found["method"]})
     rows = [(one["kind"], str(one["name"]), one["value"]) for one in found["contributions"]]
     if found["others"]["count"]:
         rows.append((f"{found['others']['count']} others", "", found["others"]["value"]))
     rows += [("base", "", found["base"]), ("remainder", "", found["remainder"])]
-    print_table(("part", "name", "adds"), rows)
-    return 0
+    facts = {"score": found["score"], "method": found["method"]}
+    return common.answer({"left": keys[0], "right": keys[1], **found}, facts, Table(("part", "name", "adds"), rows))
