@@ -55,7 +55,7 @@ def save_table(folder):
 
 def save_search(folder):
     from gramtower.experiments.tuning.report import Search
-    from gramtower.experiments.tuning.study import Tried
+    from gramtower.experiments.tuning.trial import Tried
 
     trials = [Tried(n, {"omega": 0.1}, 0.5, 1, [0.5] * 20, 0.1, False, "TOLERANCE") for n in range(99)]
     search = Search("map@5", trials, 0, {}, {"omega": 0.1}, "ids", {}, {"ranked_users": 1, "left": 1, "right": 1}, 1.0)

@@ -15,7 +15,7 @@ import gramtower as gt
 from gramtower._util import html as html
 from gramtower.data.splits import held_out_users, random_pairs
 from gramtower.experiments.tuning.report import Search
-from gramtower.experiments.tuning.study import Tried
+from gramtower.experiments.tuning.trial import Tried
 from gramtower.training.callbacks import in_notebook
 
 NASTY = "<script>alert('x')</script>&\"'<img src=http://a.b/c>"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gramtower.experiments.tuning.study import Tried, judge, pick
+from gramtower.experiments.tuning.study import judge, pick
+from gramtower.experiments.tuning.trial import Tried
 
 
 def tried(number, value, spread=0.0, pruned=False, compared=True):

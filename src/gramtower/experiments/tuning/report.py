@@ -16,7 +16,8 @@ from gramtower._util.checks import config_hidden
 from gramtower._util.files import as_path, build, config_text, plain, write_text
 from gramtower.experiments.figures import Page, search_figure, table
 from gramtower.experiments.tuning.space import Value
-from gramtower.experiments.tuning.study import Tried, pick
+from gramtower.experiments.tuning.study import pick
+from gramtower.experiments.tuning.trial import Tried
 from gramtower.model.settings import SETTINGS
 
 if TYPE_CHECKING:

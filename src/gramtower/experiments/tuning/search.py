@@ -28,11 +28,11 @@ from gramtower.data.interactions import PairsLike
 from gramtower.distributed.group import current_group
 from gramtower.experiments.tuning.report import Search
 from gramtower.experiments.tuning.space import NAMES, Space, Value, as_space, default_space, effective, linear
-from gramtower.experiments.tuning.study import Gain, Log, Tried, Verdict, gain, judge, pick, request
+from gramtower.experiments.tuning.study import Gain, Log, Verdict, gain, judge, pick, request
 from gramtower.experiments.tuning.trial import (
     Both,
-    Outcome,
     Parts,
+    Tried,
     changed_arguments,
     make_parts,
     make_parts_of_entities,
@@ -47,7 +47,6 @@ from gramtower.model.fitted import Selection
 from gramtower.model.penalty_path import select
 from gramtower.model.settings import ModelSettings
 from gramtower.training.checkpoint import locked
-from gramtower.training.result import Reason
 
 #: Arguments of the model that a name of the space stands for, where they differ.
 _ARGUMENT = {"penalty": "embedding_l2", "left_power": "left_weights", "right_power": "right_weights"}
@@ -197,17 +196,14 @@ class _Run:
             if self._late():
                 return None
             try:
-                outcome = self._on_others(tried)
-                self.interrupted = outcome.reason is Reason.INTERRUPTED
-                if outcome.late or self.interrupted:
-                    return None
-                known = Tried.of(tried.number, tried.settings, outcome)
-                self.log.confirm(known)
+                known = self._train(tried.number, tried.settings, self.second)
             except KeyboardInterrupt:
                 self.interrupted = True
-                return None
             except _FAILURES:
+                pass
+            if known is None:
                 return None
+            self.log.confirm(known)
         self.again.append(known)
         return known
 
@@ -241,17 +237,6 @@ class _Run:
         first = self.again[0] if self.again else self._confirmed(self.log.trials[0])
         other = None if first is None else self._confirmed(winner)
         return None if other is None or first is None else gain(other, first)
-
-    def _on_others(self, tried: Tried) -> Outcome:
-        """Train a trial on the second part; the first to be trained are the defaults."""
-        assert self.second is not None
-        first = self.again[0].value if self.again else None
-        arguments = model_arguments(tried.settings, self.model, self.parts.matrix, self.start)
-        model = self.model.with_changes(**{**arguments, "metric": self.metric, "seed": _other(self.model.seed)})
-        return run_trial(
-            model, tried.settings, self.second, first=first, best=first, seed=_other(self.seed),
-            deadline=None if self.limit is None else self.began + self.limit,
-        )  # fmt: skip
 
     def result(self, verdict: Verdict | None = None) -> Search:
         """Return the search so far."""
@@ -296,10 +281,9 @@ class _Run:
             first = same.number if same.same_as is None else same.same_as
             self.log.keep(replace(same, number=number, settings=settings, seconds=0.0, same_as=first))
             return
-        best = pick(finished).value if finished else None
         asked = time.perf_counter()
         try:
-            outcome = self._train(settings, best)
+            tried = self._train(number, settings)
         except KeyboardInterrupt:
             self.interrupted = True
             return
@@ -308,24 +292,29 @@ class _Run:
                 raise  # the defaults themselves cannot be trained: bad input, not bad luck
             self.log.fail(settings, f"{type(error).__name__}: {error}")
             return
-        self.interrupted = outcome.reason is Reason.INTERRUPTED
-        if self.interrupted or (outcome.late and finished):
+        if tried is None:
             return  # a resumed search tries it again
-        if not math.isfinite(outcome.value):
-            self.log.fail(settings, f"the metric became {outcome.value}")
+        if not math.isfinite(tried.value):
+            self.log.fail(settings, f"the metric became {tried.value}")
             return
-        self.log.keep(Tried.of(number, settings, outcome))
+        self.log.keep(tried)
         if not finished:
             self.first_seconds = time.perf_counter() - asked
 
-    def _train(self, settings: dict[str, Value], best: float | None) -> Outcome:
-        arguments = model_arguments(settings, self.model, self.parts.matrix, self.start)
-        model = self.model.with_changes(**{**arguments, "metric": self.metric})
-        first = next((t.value for t in self.log.trials), None)
-        deadline = None  # the defaults are trained in full
-        if self.limit is not None and first is not None:
-            deadline = self.began + self.limit - self._kept_back()
-        return run_trial(model, settings, self.parts, first=first, best=best, deadline=deadline, seed=self.seed)
+    def _train(self, number: int, settings: dict[str, Value], second: Parts | None = None) -> Tried | None:
+        """Train a trial, on the second part from another start; return None if time was up before its end."""
+        before = self.log.trials if second is None else self.again
+        first = before[0].value if before else None  # of the defaults
+        best = pick(before).value if before and second is None else first
+        arguments = model_arguments(settings, self.model, self.parts.matrix, self.start) | {"metric": self.metric}
+        arguments |= {} if second is None else {"seed": _other(self.model.seed)}
+        deadline = None if self.limit is None else self.began + self.limit
+        if deadline is not None and second is None:
+            deadline = deadline - self._kept_back() if before else None  # the defaults are trained in full
+        return run_trial(
+            self.model.with_changes(**arguments), settings, second or self.parts, number=number, first=first, best=best,
+            deadline=deadline, seed=self.seed if second is None else _other(self.seed),
+        )  # fmt: skip
 
     def _kept_back(self) -> float:
         """Return the seconds that a confirmation on other entities takes: two fits."""

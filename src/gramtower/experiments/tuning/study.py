@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -37,48 +37,13 @@ from gramtower.experiments.tuning.space import (
     larger,
     searched,
 )
-from gramtower.experiments.tuning.trial import Outcome, Parts
+from gramtower.experiments.tuning.trial import Parts, Tried
 from gramtower.metrics.tally import standard_error
 from gramtower.model.fit_data import FitData
 from gramtower.model.settings import ModelSettings
 
 if TYPE_CHECKING:
     import optuna
-
-
-@dataclass(frozen=True)
-class Tried:
-    """The record of a trial; ``without`` and ``metrics`` are only those of the defaults and of better trials."""
-
-    number: int  # trials are numbered as they end, from 0
-    settings: dict[str, Value]  # by the names of the search space, fixed ones too
-    value: float  # the best of its curve, or the mean of the last points if entities were held out
-    iteration: int  # where it was reached
-    curve: list[float]  # metric at the start and after each iteration
-    seconds: float  # training time
-    pruned: bool  # whether it was stopped early
-    reason: str  # why it stopped
-    without: list[float] = field(default_factory=list)  # the metric without each part of the validation entities
-    same_as: int | None = None  # the trial with equivalent settings whose results these are; None if it was trained
-    metrics: dict[str, float] = field(default_factory=dict)  # REPORTED and the maximised one
-    warm_from: int | None = None  # in logs of earlier versions: the trial whose solution it started from
-    confirmed: float | None = None  # in logs of earlier versions: the value of a warm start that was then repeated
-
-    @property
-    def note(self) -> str:
-        """Whether it was stopped early, or has the results of another trial."""
-        if self.same_as is not None:
-            return f"same as {self.same_as}"
-        notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
-        return ", ".join([*notes, "given up"] if self.pruned else notes)
-
-    @classmethod
-    def of(cls, number: int, settings: dict[str, Value], outcome: Outcome) -> Tried:
-        """Return the record of an outcome."""
-        return cls(
-            number, settings, outcome.value, outcome.iteration, outcome.curve, outcome.seconds, outcome.pruned,
-            outcome.reason.name, without=outcome.without, metrics=outcome.metrics,
-        )  # fmt: skip
 
 
 def pick(trials: Sequence[Tried]) -> Tried:

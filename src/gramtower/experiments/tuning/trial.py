@@ -78,19 +78,31 @@ _SCORES = {"cpu": 2 * 10**8, "cuda": 4 * 10**9}  # most scores computed for one 
 REPORTED = ("map@5", "recall@20", "ndcg@20")
 
 
-@dataclass
-class Outcome:
-    """The end of a trial; see :class:`gramtower.experiments.tuning.study.Tried` for the fields of the same names."""
+@dataclass(frozen=True)
+class Tried:
+    """The record of a trial; ``without`` and ``metrics`` are only those of the defaults and of better trials."""
 
-    value: float
-    iteration: int
-    curve: list[float]
-    seconds: float
-    reason: Reason
-    pruned: bool
-    late: bool  # whether it was stopped by the time limit of the search
-    without: list[float] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
+    number: int  # trials are numbered as they end, from 0
+    settings: dict[str, Value]  # by the names of the search space, fixed ones too
+    value: float  # the best of its curve, or the mean of the last points if entities were held out
+    iteration: int  # where it was reached
+    curve: list[float]  # metric at the start and after each iteration
+    seconds: float  # training time
+    pruned: bool  # whether it was stopped early
+    reason: str  # why it stopped
+    without: list[float] = field(default_factory=list)  # the metric without each part of the validation entities
+    same_as: int | None = None  # the trial with equivalent settings whose results these are; None if it was trained
+    metrics: dict[str, float] = field(default_factory=dict)  # REPORTED and the maximised one
+    warm_from: int | None = None  # in logs of earlier versions: the trial whose solution it started from
+    confirmed: float | None = None  # in logs of earlier versions: the value of a warm start that was then repeated
+
+    @property
+    def note(self) -> str:
+        """Whether it was stopped early, or has the results of another trial."""
+        if self.same_as is not None:
+            return f"same as {self.same_as}"
+        notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
+        return ", ".join([*notes, "given up"] if self.pruned else notes)
 
 
 @dataclass(frozen=True)
@@ -239,12 +251,13 @@ def run_trial(
     settings: dict[str, Value],
     parts: Parts,
     *,
+    number: int,
     first: float | None = None,
     best: float | None,
     deadline: float | None,
     seed: int = 0,
-) -> Outcome:
-    """Train until the metric stops improving, or cannot reach the best any more.
+) -> Tried | None:
+    """Train until the metric stops improving, or cannot reach the best any more; return None if time was up before.
 
     On entities that training has not seen a trial runs to its end, unless it cannot reach the best.
     ``first`` and ``best`` are metrics of the first and of the best trial; ``deadline`` is a time of ``perf_counter``.
@@ -276,14 +289,17 @@ def run_trial(
         problem, towers, model.optimizer, most, model.time_limit, model.seed, [watch],
         validation=look, patience=None if rough else model.patience, **model.solver_options(),
     )  # fmt: skip
+    if result.reason is Reason.INTERRUPTED:
+        raise KeyboardInterrupt
+    if late:
+        return None
     value, iteration = outcome(curve, rough)
-    found = Outcome(value, iteration, curve, result.history[-1].seconds, result.reason, pruned, late)
-    ended = not (pruned or late or result.reason is Reason.INTERRUPTED)
-    if ended and (first is None or value > first):
+    found = Tried(number, settings, value, iteration, curve, result.history[-1].seconds, pruned, result.reason.name)
+    if not pruned and (first is None or value > first):
         towers.load(last if rough and last is not None else result.parameters.vector)
         point = problem.at(towers)
-        found.without = measure.without(point, seed)
         names = tuple(dict.fromkeys((model.metric, *REPORTED)))
         scores = measure.scores(point, names)
-        found.metrics = {name: float(scores[name]) for name in names}
+        metrics = {name: float(scores[name]) for name in names}
+        return replace(found, without=measure.without(point, seed), metrics=metrics)
     return found
