@@ -113,7 +113,7 @@ def benchmark(
         if other.exists():
             check.fail("out", f"{out}, which holds {other.name}", "a folder of its own for a benchmark")
     configs = _configs(config or [])
-    settings = Settings().with_flags(data, features=features)
+    settings = Settings().with_flags(data, features)
     settings.data = _data_of(settings.data, configs)
     source = settings.source(path)
     names = None if models is None else _split(models)

@@ -273,7 +273,7 @@ def update(
         check.fail("out", out, "a folder, as RUN is a file")
     with reading.held(reading.for_writing(out)):  # before the model is read: of two updates neither loses pairs
         model, settings = reading.open_model(run)
-        settings = settings.with_flags(data, features=features)
+        settings = settings.with_flags(data, features)
         for side, inputs in (("left", model.left_.inputs), ("right", model.right_.inputs)):
             ids = any(part.kind == "id" for part in inputs.parts)  # also of a run whose config does not have the key
             setattr(settings.features, f"{side}_identity", ids or None)

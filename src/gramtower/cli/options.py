@@ -201,7 +201,6 @@ class Common:
 
 
 TABLES: dict[str, type] = {"data": DataOptions, "features": FitFeatures, "model": ModelOptions, "train": FitTraining}
-_Table = TypeVar("_Table", DataOptions, FitFeatures, ModelOptions, FitTraining)
 
 
 @dataclass
@@ -230,20 +229,15 @@ class Settings:
                 given[name] = _FROM_TEXT[name](value) if name in _FROM_TEXT else value
         return given
 
-    def with_flags(
-        self,
-        data: ReadOptions | None = None,
-        model: ModelOptions | None = None,
-        train: TrainOptions | None = None,
-        features: FeatureOptions | None = None,
-    ) -> Settings:
-        """Override these settings by the flags that were given."""
-        return Settings(
-            _merged(self.data, data),
-            _merged(self.model, model),
-            _merged(self.train, train),
-            _merged(self.features, features),
-        )
+    def with_flags(self, *tables: ReadOptions | FeatureOptions | ModelOptions | TrainOptions | None) -> Settings:
+        """Override these settings by the flags that were given, in tables of any order."""
+        found = {}
+        for flags in tables:
+            if flags is not None:
+                name = next(name for name, kind in TABLES.items() if issubclass(kind, type(flags)))
+                given = {one.name: getattr(flags, one.name) for one in fields(flags)}
+                found[name] = replace(getattr(self, name), **{k: v for k, v in given.items() if v is not None})
+        return replace(self, **found)
 
 
 def read_config(path: Path | None) -> Settings:
@@ -297,13 +291,6 @@ def parse_option(text: str) -> tuple[str, Any]:
         return name.strip(), tomllib.loads(f"x = {value}")["x"]
     except (ValueError, RecursionError):
         return name.strip(), value
-
-
-def _merged(defaults: _Table, flags: ReadOptions | FeatureOptions | ModelOptions | TrainOptions | None) -> _Table:
-    """Override ``defaults`` by the ``flags`` that were given."""
-    if flags is None:
-        return defaults
-    return replace(defaults, **{f.name: v for f in fields(flags) if (v := getattr(flags, f.name)) is not None})
 
 
 def _as_flag(name: str, value: object, hint: object) -> object:

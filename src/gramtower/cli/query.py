@@ -18,13 +18,12 @@ from gramtower.cli.options import Common, Settings, Switch, Texts, parse_option
 from gramtower.cli.output import Table, silent
 from gramtower.cli.reading import (
     NO_ID,
-    described_rows,
     id_column,
     new_rows,
     open_model,
     read_frame,
     read_like,
-    right_rows,
+    rows_with_ids,
 )
 from gramtower.data.entity_table import EntityTable
 from gramtower.data.frames import pick, polars
@@ -85,9 +84,9 @@ def evaluate(
     pairs = read_like(settings, test, "--test", data)
     new: dict[str, Any] = {}
     if left_features is not None:
-        new["left_features"] = described_rows(model, left_features, pairs.left_ids, common.note)
+        new["left_features"] = rows_with_ids(model, left_features, "left", common.note, pairs.left_ids)
     if right_features is not None:
-        new["right_features"] = right_rows(model, right_features, common.note)
+        new["right_features"] = rows_with_ids(model, right_features, "right", common.note)
     for name, path in (("histories", histories), ("exclude", exclude)):
         if path is not None:
             new[name] = read_like(settings, path, f"--{name}", data)
@@ -264,7 +263,7 @@ def recommend(
         if allow is not None:
             check.fail("--allow, --allow-pairs", "both", "one of them")
         options["allow"] = read_like(settings, allow_pairs, "--allow-pairs")
-    new = None if right_features is None else right_rows(model, right_features, common.note)
+    new = None if right_features is None else rows_with_ids(model, right_features, "right", common.note)
     options |= {} if new is None else {"right_features": new}
     table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common)
     options |= {"popularity": popularity, "diversity": diversity, "min_score": min_score, "where": where}

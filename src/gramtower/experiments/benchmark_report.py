@@ -20,7 +20,7 @@ import numpy as np
 from gramtower._util import checks as check
 from gramtower._util.files import build as build_from_json
 from gramtower._util.files import plain, write_json, write_text
-from gramtower.experiments.cross_validation import Interval, bootstrap_intervals, span, text_table
+from gramtower.experiments.cross_validation import LEVEL, Interval, bootstrap_intervals, span, text_table
 from gramtower.experiments.figures import BUSY, PAGE, SUMMARY, Page, interval_figure, table
 from gramtower.experiments.run_store import RunStore
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
@@ -152,7 +152,7 @@ class _Numbers:
             "reference": reference,
             "ranking": ranked,
             "models": models,
-            "intervals": {"level": 0.95, "over": "users", "replicates": self.replicates, "seed": self.seed},
+            "intervals": {"level": LEVEL, "over": "users", "replicates": self.replicates, "seed": self.seed},
             "environments": list(environments.values()),
             "commands": manifest.commands,
             "verdict": self.verdict(first, ranked, models),
