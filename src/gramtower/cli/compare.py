@@ -27,7 +27,7 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.checks import config_hidden
-from gramtower._util.files import as_path, plain
+from gramtower._util.files import plain
 from gramtower.cli.formats import DataOptions
 from gramtower.cli.options import (
     Common,
@@ -43,11 +43,11 @@ from gramtower.cli.options import (
     read_tables,
 )
 from gramtower.cli.output import Table, note
-from gramtower.cli.reading import HISTORY, for_writing, held, held_out_of, read_imputed, read_pairs, tower_features
+from gramtower.cli.reading import for_writing, held, held_out_of, read_imputed, read_pairs, tower_features
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import read_toml, reading
-from gramtower.experiments.comparison import RAN, Outcome, Request, Runner, checkpoint_path, read_outcomes, store_of
+from gramtower.experiments.comparison import RAN, Outcome, Request, Runner, checkpoint_path, read_outcomes
 from gramtower.experiments.comparison_page import build
 from gramtower.experiments.figures import PAGE
 from gramtower.experiments.run_store import RunStore, environment
@@ -154,8 +154,6 @@ def make_runner(
     """Return the runner of a comparison, and its comparison.json without the optimizers; flags override the file."""
     experiment = load_experiment(config)
     settings = experiment.settings.with_flags(*flags)
-    if path is not None:
-        settings.data.path = str(path)
     settings.data.validation = settings.data.validation or _HELD_OUT
     methods = _constants(settings, experiment)
     if synthetic:
@@ -164,11 +162,7 @@ def make_runner(
         everything = replace(experiment, settings=settings).synthetic_pairs()
         title, remark = f"{experiment.name} shape", experiment.synthetic_note
     else:
-        if settings.data.path is None:
-            or_else = "" if experiment.shape is None else "; or --synthetic for pairs of its shape"
-            expected = f"a file of pairs, as an argument or as path below [data] of the config{or_else}"
-            check.fail("DATA", "nothing", expected)
-        source = as_path(settings.data.path)
+        source = settings.source(path, "" if experiment.shape is None else "; or --synthetic for pairs of its shape")
         title = experiment.name or (source.stem if source.is_file() else source.resolve().name)
         remark, everything = None, read_pairs(source, settings.data, loss=settings.model.loss or ModelSettings.loss)
     pairs, held_out = held_out_of(everything, settings.data, settings.train.seed or 0, of_all=True)
@@ -278,15 +272,13 @@ def compare(
         synthetic: Use generated pairs of the shape of the experiment instead of DATA; all output is marked as such.
         fresh: Replace a comparison that the folder holds.
     """
-    for_writing(check.local_path("out", out))
+    for_writing(check.local_path("out", out), "comparison")
     asked = None if optimizers is None else _names(optimizers)
     runner, request = make_runner(path, config, synthetic, out, common, data, model, train, features)
     names = list(runner.options) if asked is None else asked
     command = shlex.join(["gramtower", *tokens])
     request = replace(request, methods=names, commands=[command], environment=environment())
-    store = store_of(out, "out")
-    if (out / HISTORY).exists() and not store.manifest.exists():
-        check.fail("out", f"{out}, which holds a fit", "a folder of its own for a comparison")
+    store = RunStore(out, "comparison", "out")
     with held(out):
         if fresh or not store.manifest.exists():
             runner.forget(SOLVERS)

@@ -85,8 +85,7 @@ def fit(
     """
     settings = read_config(config).with_flags(data, model, train, features)
     source = settings.source(path)
-    if (reading.for_writing(out) / reading.COMPARISON).exists():
-        check.fail("out", f"{out}, which holds a comparison", "a folder of its own for a fit")
+    reading.for_writing(out, "fit")
     with joined(pick_device(settings.train.device or "auto").type == "cuda") as group:
         return _fit(group, settings, source, out, fresh, common)
 

@@ -212,12 +212,13 @@ class Settings:
     train: FitTraining = field(default_factory=FitTraining)
     features: FitFeatures = field(default_factory=FitFeatures)
 
-    def source(self, path: Path | None) -> Path:
+    def source(self, path: Path | None, or_else: str = "") -> Path:
         """The file or folder of pairs: an argument, which is kept, or that of the config file."""
         if path is not None:
             self.data.path = str(path)
         if self.data.path is None:
-            check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
+            expected = f"a file of pairs, as an argument or as path below [data] of the config{or_else}"
+            check.fail("DATA", "nothing", expected)
         return as_path(self.data.path)
 
     def estimator_arguments(self) -> dict[str, Any]:

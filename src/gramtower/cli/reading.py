@@ -322,18 +322,24 @@ def _report_join(side: str, table: FeatureTable, ids: Ids, say: Say, group: Grou
     return found
 
 
-def for_writing(out: Path) -> Path:
-    """The folder that a command is to write, there or not; one that cannot be is refused before anything is read."""
+def for_writing(out: Path, kind: str | None = None) -> Path:
+    """The folder that a command is to write, there or not; one that cannot be is refused before anything is read.
+
+    A folder that holds a run of another ``kind`` is refused, too.
+    """
     if is_remote(out):
         from gramtower._util.remote import check_writable
 
         check_writable(out)
-        return out
-    there = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
-    if not there.is_dir():
-        check.fail("out", out if there == out.absolute() else f"{out}, where {there} is a file", "a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        check.fail("out", f"{out}, with no permission to write in {there}", "a folder that can be written")
+    else:
+        there = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
+        if not there.is_dir():
+            check.fail("out", out if there == out.absolute() else f"{out}, where {there} is a file", "a folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            check.fail("out", f"{out}, with no permission to write in {there}", "a folder that can be written")
+    for other, file in {"fit": HISTORY, "comparison": COMPARISON}.items():
+        if kind not in (None, other) and (out / file).exists():
+            check.fail("out", f"{out}, which holds a {other}", f"a folder of its own for a {kind}")
     return out
 
 

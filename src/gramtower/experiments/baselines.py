@@ -122,7 +122,7 @@ class EASE:
 class OfImplicit:
     """A model of implicit, which is fitted itself."""
 
-    values: ClassVar = np.float32
+    values: ClassVar[type[np.floating]] = np.float32
 
     def __init__(self, model: ImplicitModel) -> None:
         self.model = model
@@ -158,7 +158,7 @@ class ItemKNN(OfImplicit):
     """
 
     neighbours: int = 20
-    values: ClassVar = np.float64
+    values: ClassVar[type[np.floating]] = np.float64
 
     def __post_init__(self) -> None:
         check.count("neighbours", self.neighbours)

@@ -94,11 +94,6 @@ class Run:
             object.__setattr__(self, name, value)
 
 
-def store_of(folder: Path, argument: str = "folder") -> RunStore:
-    """Return the files of a benchmark; errors call the folder by the name of the argument."""
-    return RunStore(folder, "benchmark", argument)
-
-
 def read_run(store: RunStore, name: str, seed: int) -> Run | None:
     """Return a finished run, None if there is none."""
     run = store.read_run(f"{name}-{seed}", Run)
@@ -415,7 +410,7 @@ class Benchmark:
 
 def build(folder: Path) -> Benchmark:
     """Rebuild summary.json and report.html of a folder from benchmark.json and the finished runs."""
-    store = store_of(folder)
+    store = RunStore(folder, "benchmark")
     manifest = store.read_manifest(Manifest)
     if manifest is None:
         check.fail("folder", folder, f"a folder with {store.manifest.name}, which gramtower benchmark writes")

@@ -116,7 +116,7 @@ def bootstrap_intervals(folds: Sequence[Fold], *, replicates: int = 1000, seed: 
     return [(low, high) for low, high in spans]
 
 
-_SHOWN = 10  # folds whose values a repr lists
+_SHOWN = 10  # folds whose values a table lists
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,25 +152,22 @@ class CrossValidation:
             for metric, mean in self.mean.items()
         }
 
-    def __repr__(self) -> str:
-        heads = ["", "mean", "95% over folds", "95% over users", "folds"]
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return heads and rows of a table, with the values of the first folds."""
         rows = []
         for metric, mean in self.mean.items():
             values = " ".join(f"{value:.4f}" for value in self.values(metric)[:_SHOWN])
             more = " …" if len(self.folds) > _SHOWN else ""
             spans = [span(self.interval[metric]), span(self.user_interval.get(metric))]
             rows.append([metric, f"{mean:.4f}", *spans, values + more])
-        return "\n".join([f"CrossValidation of {len(self.folds)} folds", *text_table(heads, rows)])
+        return ["", "mean", "95% over folds", "95% over users", "folds"], rows
+
+    def __repr__(self) -> str:
+        return "\n".join([f"CrossValidation of {len(self.folds)} folds", *text_table(*self.table())])
 
     def _repr_html_(self) -> str:
-        count = min(_SHOWN, len(self.folds))
-        heads = ["metric", "mean", "95% over folds", "95% over users", *(f"fold {i + 1}" for i in range(count))]
-        rows = [
-            (metric, mean, span(self.interval[metric]), span(self.user_interval.get(metric)),
-             *self.values(metric)[:count].tolist())
-            for metric, mean in self.mean.items()
-        ]  # fmt: skip
-        return html.card(f"CrossValidation of {len(self.folds)} folds", html.table(heads, rows))
+        heads, rows = self.table()
+        return html.card(f"CrossValidation of {len(self.folds)} folds", html.table(heads, rows, longest=None))
 
 
 def text_table(heads: list[str], rows: list[list[str]]) -> list[str]:

@@ -75,6 +75,11 @@ class Search:
         return next(t for t in self.trials if t.number == self.winner)
 
     @property
+    def density(self) -> float:
+        """The share of all pairs that are there to learn from."""
+        return self.data.get("pairs", 0) / max(1, self.data.get("left", 0) * self.data.get("right", 0))
+
+    @property
     def caution(self) -> str:
         """A sentence on how far the numbers of the validation part can be trusted."""
         if self.winner == self.trials[0].number:
@@ -195,25 +200,26 @@ class Search:
         }
         return content
 
+    def _sentences(self) -> list[str]:
+        """Return the data, the result, and how far the numbers can be trusted, as sentences."""
+        best, data = self.best, self.data
+        left, right, pairs = (data.get(name, 0) for name in ("left", "right", "pairs"))
+        sizes = f"{left:,} left × {right:,} right entities, {pairs:,} pairs to learn from: {self.density:.3%} of all. "
+        sizes += f"{data.get('ranked_users', 0):,} users were ranked in each trial"
+        for side in ("left", "right"):
+            if count := data.get(f"held_out_{side}"):
+                sizes += f"; {count:,} {side} entities were held out with all their pairs"
+        result = (
+            f"{self.metric} on the validation part: {best.value:.4f} by trial {best.number}, iteration "
+            f"{best.iteration}; {self.trials[0].value:.4f} with the model's own settings (trial 0). "
+            f"{len(self.trials):,} trials in {self.seconds:.0f} s."
+        )
+        result += f" {self.verdict[0].upper()}{self.verdict[1:]}." if self.verdict else ""
+        return [result, f"{sizes}.", self.caution]
+
     def markdown(self) -> str:
         """Return the report as Markdown."""
-        best, data = self.best, self.data
-        held = "".join(
-            f"; {data[f'held_out_{side}']:,} {side} entities were held out with all their pairs"
-            for side in ("left", "right")
-            if f"held_out_{side}" in data
-        )
-        lines = [
-            "# Tuning",
-            "",
-            f"{len(self.trials)} trials in {self.seconds:.0f} s; {self.metric} of {data['ranked_users']:,} users on a "
-            f"validation part of the {data['left']:,} × {data['right']:,} training data{held}. Found: "
-            f"{best.value:.4f} (trial {best.number}, iteration {best.iteration}); at the defaults: "
-            f"{self.trials[0].value:.4f} (trial 0).",
-            *(["", f"{self.verdict[0].upper()}{self.verdict[1:]}."] if self.verdict else []),
-            "",
-            self.caution,
-        ]
+        lines = ["# Tuning", *(line for text in self._sentences() for line in ("", text))]
         for heads, rows in (self.metrics_table(), self._choices(), self._trials(), self._confirmations()):
             if rows:
                 cells = [heads, ["---"] * len(heads), *rows]
@@ -306,24 +312,15 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
     Returns:
         HTML, the numbers in it, and a list of what could not be made and why.
     """
-    best, own, metric, data = search.best, search.trials[0], search.metric, search.data
+    best, own, metric = search.best, search.trials[0], search.metric
     page = Page(f"Tuning: {title}")
-    left, right, pairs = (data.get(name, 0) for name in ("left", "right", "pairs"))
-    density = pairs / max(1, left * right)
-    page.text(
-        f"{metric} on the validation part: {best.value:.4f} by trial {best.number}, iteration {best.iteration}; "
-        f"{own.value:.4f} with the model's own settings (trial 0). {len(search.trials):,} trials in "
-        f"{search.seconds:.0f} s{'; ' if search.verdict else ''}{search.verdict}.",
-        strong=True,
-    )
-    page.text(
-        f"{left:,} left × {right:,} right entities, {pairs:,} pairs to learn from: {density:.3%} of all. "
-        f"{data.get('ranked_users', 0):,} users were ranked in each trial."
-    )
+    result, sizes, caution = search._sentences()
+    page.text(result, strong=True)
+    page.text(sizes)
     heads, measured = search.metrics_table()
     if measured:
         page.add(table(heads, measured))
-    page.text(search.caution)
+    page.text(caution)
     if search.interrupted:
         page.text("The search was interrupted; the same command continues it.", "warn")
     page.heading("Trials")
@@ -341,7 +338,7 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
         "kind": "tuning", "title": title, "metric": metric, "value": best.value, "trial": best.number,
         "trials": len(search.trials), "confirmations": len(search.confirmations), "at_defaults": own.value,
         "seconds": search.seconds, "importance": search.importance, "arguments": search.arguments,
-        "data": {**data, "density": density}, "interrupted": search.interrupted, "verdict": search.verdict,
-        "metrics": {"own settings": own.metrics, "found": best.metrics},
+        "data": {**search.data, "density": search.density}, "interrupted": search.interrupted,
+        "verdict": search.verdict, "metrics": {"own settings": own.metrics, "found": best.metrics},
     }  # fmt: skip
     return page.html(), plain(content), page.problems
