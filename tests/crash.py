@@ -409,7 +409,7 @@ def trial(
     found = job.result(folder)
     assert found == expected, "another end: " + "; ".join(differences(found, expected))[:2000]
     left = [str(p) for p in folder.rglob("*") if p.name.endswith((".partial", ".lock"))]
-    assert not [p for p in left if "weights" not in p], f"left behind: {left}"
+    assert not left, f"left behind: {left}"
     return counts
 
 

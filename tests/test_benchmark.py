@@ -24,10 +24,10 @@ from gramtower.experiments.benchmark_report import (
     build,
     page,
     read_run,
-    store_of,
     summarise,
 )
 from gramtower.experiments.benchmark_runner import make_cut
+from gramtower.experiments.run_store import RunStore
 
 METRICS = ("recall@5", "ndcg@5", "coverage@5")
 implicit = pytest.mark.skipif(importlib.util.find_spec("implicit") is None, reason="implicit is not installed")
@@ -306,7 +306,7 @@ def test_a_failed_run_is_said_and_tried_again(tmp_path):
     Stopped.at = None
     second = gt.benchmark(sample(), **given, out=tmp_path)
     assert second.summary["models"]["mine"]["status"] == "finished"
-    assert store_of(tmp_path).read_manifest(Manifest).failures == {}
+    assert RunStore(tmp_path, "benchmark").read_manifest(Manifest).failures == {}
 
 
 def test_models_and_seeds_are_added_and_another_benchmark_is_refused(tmp_path):
@@ -333,7 +333,7 @@ def test_models_and_seeds_are_added_and_another_benchmark_is_refused(tmp_path):
 
 def test_a_damaged_run_is_refused(tmp_path):
     gt.benchmark(sample(), metrics="recall@5", baselines=["popularity"], seeds=1, out=tmp_path)
-    path = store_of(tmp_path).run_path("popularity-0")
+    path = RunStore(tmp_path, "benchmark").run_path("popularity-0")
     content = path.read_text()
     for text in (content.replace('"seconds": 0.', '"seconds": 1.', 1), content[:-9], "[]", "{}", "[" * 10**5):
         path.write_text(text)
@@ -352,7 +352,7 @@ def test_a_damaged_run_is_refused(tmp_path):
 
 def test_runs_are_stored_as_they_are(tmp_path):
     run = run_of("ein/name ..", 2**40, [0.25, np.nan])
-    store = store_of(tmp_path)
+    store = RunStore(tmp_path, "benchmark")
     store.write_run(f"{run.name}-{run.seed}", run)
     again = read_run(store, "ein/name ..", 2**40)
     assert np.isnan(again.metrics["recall@5"])

@@ -139,4 +139,4 @@ def test_bad_input_is_exit_code_2_and_leaves_nothing(folder, tmp_path, capsys, m
 def test_a_folder_of_something_else_is_refused(folder, tmp_path, capsys):
     (tmp_path / "history.jsonl").write_text("")
     assert command(folder, tmp_path, "--models", "popularity") == 2
-    assert "which holds history.jsonl, expected a folder of its own for a benchmark" in capsys.readouterr().err
+    assert "which holds a fit, expected a folder of its own for a benchmark" in capsys.readouterr().err

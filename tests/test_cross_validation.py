@@ -12,7 +12,7 @@ import torch
 import gramtower as gt
 from gramtower.data.splits import folds, held_out, held_out_users
 from gramtower.data.tables import FeatureTable
-from gramtower.experiments.cross_validation import bootstrap_interval, t_interval
+from gramtower.experiments.cross_validation import bootstrap_intervals, t_interval
 from gramtower.metrics import Scores
 
 
@@ -135,6 +135,11 @@ def test_the_interval_over_folds_is_students():
     expected = stats.t.interval(0.95, 4, loc=np.mean(values), scale=stats.sem(values))
     assert t_interval(values) == pytest.approx(expected)
     assert np.isnan(t_interval([0.3])).all()
+
+
+def bootstrap_interval(folds, **options):
+    """The interval of one mean."""
+    return bootstrap_intervals([(keys, np.asarray(values)[:, None]) for keys, values in folds], **options)[0]
 
 
 def test_the_bootstrap_is_that_of_a_mean_and_users_in_all_folds_count_once():

@@ -11,12 +11,10 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import scipy.sparse as sp
-import torch
 
 import gramtower as gt
 from gramtower._util import files as _files
 from gramtower._util.files import replacing, write_text
-from gramtower.experiments.tuning.study import Solutions
 
 
 @contextmanager
@@ -57,9 +55,9 @@ def save_table(folder):
 
 def save_search(folder):
     from gramtower.experiments.tuning.report import Search
-    from gramtower.experiments.tuning.study import Tried
+    from gramtower.experiments.tuning.trial import Tried
 
-    trials = [Tried(n, {"omega": 0.1}, 0.5, 1, [0.5] * 20, 0.1, False, None, "TOLERANCE") for n in range(99)]
+    trials = [Tried(n, {"omega": 0.1}, 0.5, 1, [0.5] * 20, 0.1, False, "TOLERANCE") for n in range(99)]
     search = Search("map@5", trials, 0, {}, {"omega": 0.1}, "ids", {}, {"ranked_users": 1, "left": 1, "right": 1}, 1.0)
     return lambda: search.write(folder)
 
@@ -78,7 +76,6 @@ WRITERS = {
     "table": save_table,
     "search": save_search,
     "figures": save_figures,
-    "solution": lambda folder: lambda: Solutions(folder, 10**9).keep(0, torch.zeros(9000)),
     "text": lambda folder: lambda: write_text(folder / "text", "x" * 20_000),
 }
 

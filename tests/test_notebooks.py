@@ -15,7 +15,7 @@ import gramtower as gt
 from gramtower._util import html as html
 from gramtower.data.splits import held_out_users, random_pairs
 from gramtower.experiments.tuning.report import Search
-from gramtower.experiments.tuning.study import Tried
+from gramtower.experiments.tuning.trial import Tried
 from gramtower.training.callbacks import in_notebook
 
 NASTY = "<script>alert('x')</script>&\"'<img src=http://a.b/c>"
@@ -133,7 +133,7 @@ def test_cross_validation_and_runs_show_theirs():
 
 def test_searches_show_the_best_settings_and_trials():
     trials = [
-        Tried(i, {"omega": 0.1 * (i + 1), "hidden": NASTY}, value, 3, [0.1, value], 1.0, False, None, "TOLERANCE")
+        Tried(i, {"omega": 0.1 * (i + 1), "hidden": NASTY}, value, 3, [0.1, value], 1.0, False, "TOLERANCE")
         for i, value in enumerate([0.2, 0.4, 0.3])
     ]
     search = Search("map@5", trials, 1, {"omega": 0.75}, {}, "ids", {"omega": "0.1 to 1"}, {}, 12.0)

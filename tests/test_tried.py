@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from gramtower.experiments.tuning.study import Tried, judge, pick
+from gramtower.experiments.tuning.study import judge, pick
+from gramtower.experiments.tuning.trial import Tried
 
 
 def tried(number, value, spread=0.0, pruned=False, compared=True):
     """A trial whose gain over value 0.5 has a standard error of ``spread``."""
     without = [value - spread, value + spread] if compared else []  # s² = ½ Σ (± spread)²
-    return Tried(number, {"l2": float(number)}, value, 1, [value], 0.0, pruned, None, "", without=without)
+    return Tried(number, {"l2": float(number)}, value, 1, [value], 0.0, pruned, "", without=without)
 
 
 def test_pruned_trials_are_picked_only_among_their_like():

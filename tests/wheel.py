@@ -35,7 +35,7 @@ PAIRS = (
     "import numpy as np, gramtower as gt\npairs = gt.Interactions.from_arrays(np.arange(60) % 10, np.arange(60) % 7)\n"
 )
 TUNE = "gt.TwoTower(dim=4, max_iterations=2, device='cpu').tune(pairs, trials=1, validation=0.2, metric='recall@3')"
-DRAW = "from gramtower.experiments import figures; figures.new_figure(4, 3)"
+DRAW = "from gramtower.experiments import figures; figures.panels(4, 3, 1)"
 CLOUD = "from gramtower._util.files import as_path; as_path('http://127.0.0.1:9/x').place"
 MAIN = "import sys; sys.argv[1:] = {!r}; from gramtower.cli import main; main()"
 NOWHERE = "256.256.256.256"  # a host that no server can listen on

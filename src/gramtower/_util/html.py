@@ -7,7 +7,6 @@ Content-Security-Policy that keeps the browser from loading anything.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import re
@@ -77,12 +76,6 @@ def facts(named: Mapping[str, object]) -> str:
     return table((), named.items())
 
 
-def listing(name: str, values: Mapping[str, object]) -> str:
-    """Return names and values of any length as preformatted lines below a name."""
-    lines = [f"{key}: {value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
-    return (f"<p>{escape(name)}</p>" if name else "") + f"<pre>{escape(chr(10).join(lines))}</pre>"
-
-
 def note(words: str) -> str:
     """Return a line of text of any length."""
     return f'<div style="font-size:.92em;opacity:.8">{escape(words)}</div>'
@@ -103,15 +96,6 @@ def curve(values: Sequence[float], label: str) -> str:
         f'<svg role="img" aria-label="{escape(label)}" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}"><title>{escape(label)}</title>'
         f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/></svg>'
-    )
-
-
-def picture(svg: bytes, caption: str) -> str:
-    """Return an SVG figure as a part of a document."""
-    source = base64.b64encode(svg).decode("ascii")
-    return (
-        f'<figure><figcaption>{escape(caption)}</figcaption><img alt="{escape(caption)}" '
-        f'src="data:image/svg+xml;base64,{source}"></figure>'
     )
 
 

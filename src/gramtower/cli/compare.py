@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -27,7 +27,7 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.checks import config_hidden
-from gramtower._util.files import as_path, plain
+from gramtower._util.files import plain
 from gramtower.cli.formats import DataOptions
 from gramtower.cli.options import (
     Common,
@@ -42,12 +42,12 @@ from gramtower.cli.options import (
     read_config,
     read_tables,
 )
-from gramtower.cli.output import note, print_json, print_table
-from gramtower.cli.reading import HISTORY, for_writing, held, held_out_of, read_imputed, read_pairs, tower_features
+from gramtower.cli.output import Table, note
+from gramtower.cli.reading import for_writing, held, held_out_of, read_imputed, read_pairs, tower_features
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.interactions import Interactions
 from gramtower.data.sources import read_toml, reading
-from gramtower.experiments.comparison import RAN, Outcome, Request, Runner, checkpoint_path, read_outcomes, store_of
+from gramtower.experiments.comparison import RAN, Outcome, Request, Runner, checkpoint_path, read_outcomes
 from gramtower.experiments.comparison_page import build
 from gramtower.experiments.figures import PAGE
 from gramtower.experiments.run_store import RunStore, environment
@@ -66,49 +66,46 @@ from gramtower.training.checkpoint import fingerprint, remove_checkpoint
 
 _TABLES = ("problem", "towers", "optimizers", "run")  # tables that a config of fit does not have
 _TOWERS = ("hidden", "dim", "activation")
+_METHODS = ("gd", "newton", "newton-kron")  # without an experiment
+_SECONDS, _HELD_OUT = 60.0, "0.1"
 _BY_METHOD = ("optimizer", "option", "patience")  # of fit, where one method runs
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A comparison as described by a file."""
+    """A comparison as described by a file: an experiment, or a config as for fit."""
 
-    path: Path  # the file
     settings: Settings  # data, model and training as the flags of ``fit`` would have set them
-    optimizers: dict[str, dict[str, Any]]  # options of each optimizer to run, by name, in order
-    shape: tuple[int, int, int] | None  # (m, n, training pairs) of its data, or None
+    name: str | None = None  # of the experiment
+    optimizers: dict[str, dict[str, Any]] = field(default_factory=lambda: {name: {} for name in _METHODS})  # options
+    shape: tuple[int, int, int] | None = None  # (m, n, training pairs) of its data, or None
 
     @property
     def synthetic_note(self) -> str:
         """The notice that accompanies every result on generated pairs."""
-        m, n, observed = self._shape()
-        size = f"{m:,} x {n:,}, {observed:,} pairs"
-        return f"generated pairs of the shape of {self.path.stem} ({size}), not the data itself"
+        size = "{:,} x {:,}, {:,} pairs".format(*self.shape or ())
+        return f"generated pairs of the shape of {self.name} ({size}), not the data itself"
 
     def synthetic_pairs(self) -> Interactions:
         """Generate pairs with planted groups; holding out the share ``validation`` leaves as many as ``shape`` says.
 
         The same seed of ``[run]`` gives the same pairs.
         """
-        m, n, observed = self._shape()
+        if self.shape is None:
+            given = f"{self.name or 'a config'} without a shape"
+            check.fail("synthetic", given, "an experiment with shape = [m, n, pairs] below [data]")
+        m, n, observed = self.shape
         share = number_or_text(self.settings.data.validation or "0")  # or a file of its own
         total = round(observed / (1 - share)) if isinstance(share, float) and 0 < share < 1 else observed
         groups = max(1, min(64, m // 8, n // 8))
         return Interactions.from_matrix(planted_pairs(m, n, total, groups=groups, seed=self.settings.train.seed or 0))
 
-    def _shape(self) -> tuple[int, int, int]:
-        if self.shape is None:
-            check.fail("synthetic", f"{self.path} without a shape", "shape = [m, n, pairs] below [data]")
-        return self.shape
 
-
-def is_experiment(path: Path) -> bool:
-    """Return whether a TOML file has a table that only experiments have; otherwise it is a config as for fit."""
-    return any(name in _TABLES for name in read_toml("config", path))
-
-
-def load_experiment(path: Path) -> Experiment:
-    """Read an experiment."""
+def load_experiment(path: Path | None) -> Experiment:
+    """Read an experiment, or a config, which has none of the tables that only experiments have."""
+    content = {} if path is None else read_toml("config", path)
+    if path is None or not any(name in _TABLES for name in content):
+        return Experiment(read_config(path))
     model, train = get_type_hints(ModelOptions), get_type_hints(FitTraining)
     known = {
         "data": get_type_hints(DataOptions) | {"shape": list[int] | None},
@@ -118,7 +115,6 @@ def load_experiment(path: Path) -> Experiment:
         "run": {key: kind for key, kind in train.items() if key not in _BY_METHOD},
     }
     with reading(path, "config"):
-        content = read_toml("config", path)
         methods = content.pop("optimizers", {})
         tables = read_tables(path, content, known)
         data = tables.get("data", {})
@@ -130,7 +126,7 @@ def load_experiment(path: Path) -> Experiment:
             ModelOptions(**tables.get("problem", {}), **tables.get("towers", {})),
             FitTraining(**tables.get("run", {})),
         )
-        return Experiment(path, settings, _methods(path, methods), None if shape is None else tuple(shape))
+        return Experiment(settings, path.stem, _methods(path, methods), None if shape is None else tuple(shape))
 
 
 def _methods(path: Path, given: object) -> dict[str, dict[str, Any]]:
@@ -152,35 +148,22 @@ def _methods(path: Path, given: object) -> dict[str, dict[str, Any]]:
     return found
 
 
-_SECONDS, _HELD_OUT = 60.0, "0.1"
-_METHODS = ("gd", "newton", "newton-kron")
-
-
 def make_runner(
     path: Path | None, config: Path | None, synthetic: bool, out: Path, common: Common, *flags: Any
 ) -> tuple[Runner, Request]:
     """Return the runner of a comparison, and its comparison.json without the optimizers; flags override the file."""
-    experiment = load_experiment(config) if config is not None and is_experiment(config) else None
-    settings = (read_config(config) if experiment is None else experiment.settings).with_flags(*flags)
-    if path is not None:
-        settings.data.path = str(path)
+    experiment = load_experiment(config)
+    settings = experiment.settings.with_flags(*flags)
     settings.data.validation = settings.data.validation or _HELD_OUT
     methods = _constants(settings, experiment)
     if synthetic:
-        if experiment is None or path is not None:
-            given = "a config without a shape" if experiment is None else f"DATA {path} as well"
-            check.fail("synthetic", given, "--config with an experiment that has a shape, and no DATA")
-        experiment = replace(experiment, settings=settings)
-        title, remark = f"{experiment.path.stem} shape", experiment.synthetic_note
-        everything = experiment.synthetic_pairs()
+        if path is not None:
+            check.fail("synthetic", f"DATA {path} as well", "--config with an experiment that has a shape, and no DATA")
+        everything = replace(experiment, settings=settings).synthetic_pairs()
+        title, remark = f"{experiment.name} shape", experiment.synthetic_note
     else:
-        if settings.data.path is None:
-            shaped = experiment is not None and experiment.shape is not None
-            or_else = "; or --synthetic for pairs of its shape" if shaped else ""
-            expected = f"a file of pairs, as an argument or as path below [data] of the config{or_else}"
-            check.fail("DATA", "nothing", expected)
-        source = as_path(settings.data.path)
-        title = experiment.path.stem if experiment else source.stem if source.is_file() else source.resolve().name
+        source = settings.source(path, "" if experiment.shape is None else "; or --synthetic for pairs of its shape")
+        title = experiment.name or (source.stem if source.is_file() else source.resolve().name)
         remark, everything = None, read_pairs(source, settings.data, loss=settings.model.loss or ModelSettings.loss)
     pairs, held_out = held_out_of(everything, settings.data, settings.train.seed or 0, of_all=True)
 
@@ -239,10 +222,9 @@ def _settings_used(runner: Runner, model: ModelSettings, data: FitData) -> dict[
     }
 
 
-def _constants(settings: Settings, experiment: Experiment | None) -> dict[str, dict[str, Any]]:
+def _constants(settings: Settings, experiment: Experiment) -> dict[str, dict[str, Any]]:
     """Return options by optimizer: the experiment's, overridden by --option METHOD.NAME=VALUE."""
-    found = {name: dict(given) for name, given in experiment.optimizers.items()} if experiment else {}
-    found = found or {name: {} for name in _METHODS}
+    found = {name: dict(given) for name, given in experiment.optimizers.items()}
     for key, value in settings.estimator_arguments().get("optimizer_options", {}).items():
         method, dot, name = key.partition(".")
         if not dot or method not in SOLVERS:
@@ -290,15 +272,13 @@ def compare(
         synthetic: Use generated pairs of the shape of the experiment instead of DATA; all output is marked as such.
         fresh: Replace a comparison that the folder holds.
     """
-    for_writing(check.local_path("out", out))
+    for_writing(check.local_path("out", out), "comparison")
     asked = None if optimizers is None else _names(optimizers)
     runner, request = make_runner(path, config, synthetic, out, common, data, model, train, features)
     names = list(runner.options) if asked is None else asked
     command = shlex.join(["gramtower", *tokens])
     request = replace(request, methods=names, commands=[command], environment=environment())
-    store = store_of(out, "out")
-    if (out / HISTORY).exists() and not store.manifest.exists():
-        check.fail("out", f"{out}, which holds a fit", "a folder of its own for a comparison")
+    store = RunStore(out, "comparison", "out")
     with held(out):
         if fresh or not store.manifest.exists():
             runner.forget(SOLVERS)
@@ -311,17 +291,14 @@ def compare(
             raise KeyboardInterrupt(kept) from None
     for problem in problems:
         note(problem)
-    if common.json:
-        print_json(content)
-    else:
-        show(content, out)
+    common.answer(content, *shown(content, out))
     if interrupted:
         raise KeyboardInterrupt(kept)
     return 0 if all(found["status"] in RAN for found in content["methods"].values()) else 1
 
 
-def show(content: dict[str, Any], out: Path) -> None:
-    """Print the summary."""
+def shown(content: dict[str, Any], out: Path) -> list[Table | str]:
+    """Return what people are shown of a summary."""
     metric = content["metric"]
     columns = ["method", "lowest", "(L-L*)/L*", *([metric] if metric else []), "iter", "seconds", "passes"]
     columns += [f"s to {level}" for level in _SHOWN]
@@ -332,12 +309,9 @@ def show(content: dict[str, Any], out: Path) -> None:
         times = [_rounded(found.get("seconds_to", {}).get(level)) for level in _SHOWN]
         rows.append((name, found.get("lowest"), _rounded(found.get("relative_difference")), *metrics, *ends, *times))
     title = f"SYNTHETIC DATA: {content['synthetic']}" if content.get("synthetic") else None
-    print_table(columns, rows, title)
-    for name, found in content["methods"].items():
-        if found["status"] != "finished":
-            print(f"{name} {found['status']}: {found['message']}")
-    print(content["verdict"])
-    print(f"report: {out / PAGE}")
+    ended = [(name, one["status"], one["message"]) for name, one in content["methods"].items()]
+    troubled = [f"{name} {status}: {message}" for name, status, message in ended if status != "finished"]
+    return [Table(columns, rows, title), *troubled, content["verdict"], f"report: {out / PAGE}"]
 
 
 def _joined(store: RunStore, now: Request, options: Mapping[str, dict[str, Any]], fresh: bool) -> Request:

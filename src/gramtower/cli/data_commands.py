@@ -21,7 +21,7 @@ from gramtower._util import checks as check
 from gramtower._util.files import is_left_over, replacing, write_json
 from gramtower.cli.formats import ReadOptions
 from gramtower.cli.options import Common, number_or_text, read_config
-from gramtower.cli.output import print_answer, print_json, print_table
+from gramtower.cli.output import Table
 from gramtower.cli.reading import for_writing, read_batches, read_pairs
 from gramtower.data import frames, splits
 from gramtower.data.frames import suffix_of
@@ -100,16 +100,11 @@ def split(
     facts = {**how, "columns": column_names(pairs), "pairs": len(pairs), "splits": written, "finished": True}
     write_json(out / MANIFEST, facts)
     _remove_old(out, written)
-    if common.json:
-        print_json({**facts, "out": str(out)})
-        return 0
     parts = [part for one in written for part in one.values() if isinstance(part, dict)]
     rows = [(str(out / part["file"]), part["pairs"], part["left"], part["right"]) for part in parts]
-    print_table(("file", "pairs", "left", "right"), rows)
     unknown = sum(one["test_pairs_of_new_entities"] for one in written)
-    if unknown:
-        print(f"{unknown:,} test pairs have an entity that is not in the training part")
-    return 0
+    lost = [f"{unknown:,} test pairs have an entity that is not in the training part"] if unknown else []
+    return common.answer({**facts, "out": str(out)}, Table(("file", "pairs", "left", "right"), rows), *lost)
 
 
 def _check_flags(by: str, flags: Mapping[str, Any]) -> None:
@@ -232,8 +227,7 @@ def convert(
         check.fail("out", out, ".csv, .tsv (both also .gz) or .parquet")
     pairs = read_pairs(path, read_config(config).with_flags(data).data)
     write_pairs(pairs, out)
-    facts = {**pairs.report, "columns": column_names(pairs), "out": str(out)}
-    return print_answer(common.json, facts)
+    return common.answer({**pairs.report, "columns": column_names(pairs), "out": str(out)})
 
 
 def write_pairs(pairs: Interactions, out: Path, values: bool | None = None) -> None:
@@ -281,4 +275,4 @@ def partition(
     if options.context is not None:
         check.fail("--context", repr(options.context), "nothing: models with context are fitted in one process")
     facts = write_batches(read_batches(path, options, not common.quiet), out, parts)
-    return print_answer(common.json, {"folder": str(out), **facts})
+    return common.answer({"folder": str(out), **facts})

@@ -19,7 +19,7 @@ from cyclopts import Parameter
 from gramtower._util import checks as check
 from gramtower._util.files import as_path, write_json, write_text
 from gramtower.cli import reading
-from gramtower.cli.compare import show as show_comparison
+from gramtower.cli.compare import shown as shown_comparison
 from gramtower.cli.fit_command import features_table
 from gramtower.cli.formats import DataOptions, ReadOptions, guess_format
 from gramtower.cli.options import (
@@ -34,22 +34,21 @@ from gramtower.cli.options import (
     TuneTraining,
     read_config,
 )
-from gramtower.cli.output import note, print_answer, print_facts, print_json, print_table, shown
-from gramtower.cli.reading import CONFIG, HISTORY, MODEL, Say, read_pairs, tower_features, validation_of
+from gramtower.cli.output import Table, note
+from gramtower.cli.reading import Say
 from gramtower.data.entity_table import EntityTable
 from gramtower.data.interactions import Interactions
 from gramtower.data.readers import movielens_table
 from gramtower.data.sources import read_toml
 from gramtower.experiments.benchmark_report import Benchmark, notes_of, table_of
 from gramtower.experiments.benchmark_report import build as build_benchmark
-from gramtower.experiments.benchmark_report import store_of as benchmark_store
 from gramtower.experiments.benchmark_runner import BUILT_IN, TOWERS
 from gramtower.experiments.benchmark_runner import benchmark as run_benchmark
 from gramtower.experiments.comparison_page import build as build_comparison
 from gramtower.experiments.cross_validation import cross_validate as validate
-from gramtower.experiments.cross_validation import span
 from gramtower.experiments.figures import PAGE
 from gramtower.experiments.fit_report import FitRun, Titles, fit_page, validation_pairs
+from gramtower.experiments.run_store import RunStore
 from gramtower.experiments.tuning.report import (
     OF_HISTORY,
     REPORT,
@@ -108,12 +107,9 @@ def benchmark(
         reference: The model that others are compared with [default: the best].
         fresh: Replace a benchmark that the folder holds.
     """
-    reading.for_writing(check.local_path("out", out))
-    for other in (out / HISTORY, out / reading.COMPARISON):
-        if other.exists():
-            check.fail("out", f"{out}, which holds {other.name}", "a folder of its own for a benchmark")
+    reading.for_writing(check.local_path("out", out), "benchmark")
     configs = _configs(config or [])
-    settings = Settings().with_flags(data, features=features)
+    settings = Settings().with_flags(data, features)
     settings.data = _data_of(settings.data, configs)
     source = settings.source(path)
     names = None if models is None else _split(models)
@@ -122,7 +118,7 @@ def benchmark(
     if names is not None and (unknown := [name for name in names if name not in BUILT_IN]):
         check.fail("models", repr(unknown[0]), f"names of {', '.join(BUILT_IN)}, or none; --config adds your own")
     towers = names is None or any(name in TOWERS for name in names)
-    pairs = read_pairs(source, settings.data, loss=ModelSettings.loss if towers else None)
+    pairs = reading.read_pairs(source, settings.data, loss=ModelSettings.loss if towers else None)
     held_out = reading.share_or_pairs("--test", test, settings.data)
     common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {seeds} seeds")
     given = _features(settings, pairs, common.note)
@@ -135,20 +131,13 @@ def benchmark(
         )  # fmt: skip
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"runs that ended are in {out}, and the same command continues after them") from None
-    _show(found, out, common)
+    common.answer(found.to_dict(), *_shown(found, out))
     return 0 if all(one["status"] in ("finished", "left out") for one in found.summary["models"].values()) else 1
 
 
-def _show(found: Benchmark, out: Path, common: Common) -> None:
-    """Print the table, the models that are missing in it, and the best model."""
-    if common.json:
-        print_json(found.to_dict())
-        return
-    print_table(*table_of(found.summary))
-    for line in notes_of(found.summary):
-        print(line)
-    print(found.verdict)
-    print(f"report: {out / PAGE}")
+def _shown(found: Benchmark, out: Path) -> list[Table | str]:
+    """Return the table, the models that are missing in it, and the best model."""
+    return [Table(*table_of(found.summary)), *notes_of(found.summary), found.verdict, f"report: {out / PAGE}"]
 
 
 def _split(text: str) -> list[str]:
@@ -163,7 +152,7 @@ def _configs(given: list[str]) -> dict[str, Settings]:
         named = bool(equals) and not Path(text).exists()
         path = as_path(rest if named else text)
         if not named:
-            name = path.resolve().parent.name if path.name == CONFIG else path.stem
+            name = path.resolve().parent.name if path.name == reading.CONFIG else path.stem
         if name in found or name in BUILT_IN:
             check.fail("--config", text, f"NAME={path} with a name other than {name!r}, which is taken")
         found[name] = read_config(path)
@@ -185,14 +174,14 @@ def _data_of(flags: DataOptions, configs: dict[str, Settings]) -> DataOptions:
 
 def _features(settings: Settings, pairs: Interactions, say: Say) -> dict[str, Any]:
     """Return the input of towers other than ids."""
-    given, _ = tower_features(settings, pairs, say)
+    given, _ = reading.tower_features(settings, pairs, say)
     return {name: parts for name, parts in given.items() if parts != ["id"]}
 
 
 def _model(settings: Settings, data: DataOptions, pairs: Interactions, say: Say) -> tuple[TwoTower, dict[str, Any]]:
     """Return the model of a config and the arguments of its fit."""
     arguments = _features(replace(settings, data=data), pairs, say)
-    validation = validation_of(settings.data)
+    validation = reading.validation_of(settings.data)
     if isinstance(validation, Interactions):
         check.fail("--config", "[data] validation, a file", "a share: pairs of a file may be among those tested")
     if validation is not None:
@@ -236,26 +225,17 @@ def cross_validate(
         check.fail("--out", f"{out}, which is a folder", "a file for JSON")
     names = [metric.name for metric in parse(_split(metrics))]
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
-    pairs = read_pairs(source, settings.data, loss=estimator.loss)
+    pairs = reading.read_pairs(source, settings.data, loss=estimator.loss)
     if settings.data.validation is not None:
         unused = f"[data] validation {settings.data.validation} of the config is not used"
         common.note(f"{unused}: the folds are held out instead")
     common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {folds} folds")
-    seen, _ = tower_features(settings, pairs, common.note)
+    seen, _ = reading.tower_features(settings, pairs, common.note)
     found = validate(estimator, pairs, folds, names, **seen, seed=estimator.seed)
     content = {"pairs": len(pairs), "folds": folds, "seed": estimator.seed, "metrics": found.to_dict()}
     if out is not None:
         write_json(out, content)
-    if common.json:
-        print_json(content)
-        return 0
-    rows = []
-    for name in names:
-        spans = span(found.interval[name]), span(found.user_interval.get(name))
-        values = " ".join(shown(float(f"{value:.4g}")) for value in found.values(name).tolist())
-        rows.append((name, found.mean[name], *spans, values))
-    print_table(("metric", "mean", "95% over folds", "95% over left entities", "folds"), rows)
-    return 0
+    return common.answer(content, Table(*found.table()))
 
 
 _STORAGE, _OLD_STORAGE = "search", "search.journal"
@@ -305,10 +285,10 @@ def tune(
     limit, settings.train.time_limit = settings.train.time_limit, None
     estimator = ModelSettings(**settings.estimator_arguments())
     metric = settings.train.metric or estimator.metric
-    pairs = read_pairs(source, settings.data, loss=estimator.loss)
-    validation = validation_of(settings.data)
+    pairs = reading.read_pairs(source, settings.data, loss=estimator.loss)
+    validation = reading.validation_of(settings.data)
     common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
-    towers, _ = tower_features(settings, pairs, common.note)
+    towers, _ = reading.tower_features(settings, pairs, common.note)
     left, right = (None if parts == ["id"] else parts for parts in towers.values())
     tables = {
         "data": {name: value for name, value in asdict(settings.data).items() if name != "validation"},
@@ -335,18 +315,12 @@ def tune(
     facts: dict[str, Any] = {
         "metric": metric, "value": found.best.value, "trial": found.best.number, "trials": len(found.trials),
         "at the defaults": found.trials[0].value, "verdict": found.verdict, "seconds": found.seconds,
-        "config": str(out / CONFIG), "report": str(out / TABLE),
+        "config": str(out / reading.CONFIG), "report": str(out / TABLE),
     }  # fmt: skip
-    if common.json:
-        metrics = {"own settings": found.trials[0].metrics, "found": found.best.metrics}
-        chosen = {"arguments": found.arguments, "features": found.features, "importance": found.importance}
-        print_json(facts | {"metrics": metrics} | chosen)
-    else:
-        print_facts(facts)
-        heads, rows = found.metrics_table()
-        if rows:
-            print_table(heads, rows)
-        print(found.caution)
+    metrics = {"own settings": found.trials[0].metrics, "found": found.best.metrics}
+    chosen = {"arguments": found.arguments, "features": found.features, "importance": found.importance}
+    measured = Table(*found.metrics_table())
+    common.answer(facts | {"metrics": metrics} | chosen, facts, *([measured] if measured.rows else []), found.caution)
     if found.interrupted:
         kept = f"{len(found.trials)} trials were kept in {storage}, and the same command continues after them"
         raise KeyboardInterrupt(kept)
@@ -378,42 +352,41 @@ def report(
     """
     if not run.is_dir():
         check.fail("DIR", run, "the folder of a fit, a tuning, a comparison or a benchmark")
-    benchmark, comparison = benchmark_store(run).manifest.exists(), (run / reading.COMPARISON).exists()
-    fitted = not benchmark and not comparison and any((run / name).exists() for name in (HISTORY, MODEL))
+    benchmark, comparison = RunStore(run, "benchmark").manifest.exists(), (run / reading.COMPARISON).exists()
+    written = any((run / name).exists() for name in (reading.HISTORY, reading.MODEL))
+    fitted = written and not benchmark and not comparison
     tables = {"left": left_table, "right": right_table}
     if (test or left_table or right_table) and not fitted:
         check.fail("--test, --left-table, --right-table", "a folder of something else", "the folder of a fit")
     if benchmark:
-        _show(build_benchmark(run), run, common)
-        return 0
+        found = build_benchmark(run)
+        return common.answer(found.to_dict(), *_shown(found, run))
+    page, notes = "", list[str]()
     if fitted:
-        found, notes = read_fit(run, test, tables)
-        page, content, problems = fit_page(found)
-        problems = notes + problems
+        run_of_fit, notes = read_fit(run, test, tables)
+        page, content, problems = fit_page(run_of_fit)
     elif not comparison and (run / REPORT).exists():
         page, content, problems = tuning_page(read_search(run), run.resolve().name)
     else:
-        page, (content, problems) = "", build_comparison(run)
-    if page:
-        write_text(run / PAGE, page)
-    for problem in problems:
+        content, problems = build_comparison(run)
+    for problem in notes + problems:
         note(problem)
-    if not page and not common.json:
-        show_comparison(content, run)
-        return 0
+    if not page:
+        return common.answer(content, *shown_comparison(content, run))
+    write_text(run / PAGE, page)
     facts = {name: value for name, value in content.items() if isinstance(value, (str, int, float)) and name != "kind"}
-    return print_answer(common.json, content, facts | {"report": str(run / PAGE)})
+    return common.answer(content, facts | {"report": str(run / PAGE)})
 
 
 def read_fit(run: Path, test: Path | None, tables: Mapping[str, Path | None]) -> tuple[FitRun, list[str]]:
     """Return the content of the folder of a fit, and a list of what could not be read."""
-    history = _records(run / HISTORY)
-    config, notes = run / CONFIG, list[str]()
+    history = _records(run / reading.HISTORY)
+    config, notes = run / reading.CONFIG, list[str]()
     options = read_toml("config", config) if config.exists() else {}
     refitted = not options or bool(options.get("train", {}).get("refit"))  # otherwise a file of an earlier fit
-    first = _records(validated_history(run / HISTORY)) if refitted else []
+    first = _records(validated_history(run / reading.HISTORY)) if refitted else []
     title = run.resolve().name
-    if not (run / MODEL).exists():
+    if not (run / reading.MODEL).exists():
         if test or any(tables.values()):
             reading.model_file(run)  # which says that there is none
         return FitRun(title, _named(history, first)), notes

@@ -25,7 +25,7 @@ from gramtower.cli.options import (
     parse_option,
     read_config,
 )
-from gramtower.cli.output import note, print_answer, print_facts, print_json, print_table, silent
+from gramtower.cli.output import Table, note, silent
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import rows_left_out
 from gramtower.distributed.group import Group
@@ -85,8 +85,7 @@ def fit(
     """
     settings = read_config(config).with_flags(data, model, train, features)
     source = settings.source(path)
-    if (reading.for_writing(out) / reading.COMPARISON).exists():
-        check.fail("out", f"{out}, which holds a comparison", "a folder of its own for a fit")
+    reading.for_writing(out, "fit")
     with joined(pick_device(settings.train.device or "auto").type == "cuda") as group:
         return _fit(group, settings, source, out, fresh, common)
 
@@ -233,7 +232,7 @@ def _report(facts: dict[str, Any], common: Common) -> int:
     metric = {} if facts["metric"] is None else {facts["metric"]: facts["metric_value"]}
     shown = {"objective": facts["objective"], **metric, "iterations": facts["iterations"]}
     shown |= {"training time": f"{facts['seconds']:.2f} s", "stopped": facts["stopped"], "model": facts["model"]}
-    print_answer(common.json, facts, shown)
+    common.answer(facts, shown)
     if interrupted:
         raise KeyboardInterrupt(f"iteration {facts['iterations']} was kept; run the same command to continue from it")
     if failed:
@@ -273,7 +272,7 @@ def update(
         check.fail("out", out, "a folder, as RUN is a file")
     with reading.held(reading.for_writing(out)):  # before the model is read: of two updates neither loses pairs
         model, settings = reading.open_model(run)
-        settings = settings.with_flags(data, features=features)
+        settings = settings.with_flags(data, features)
         for side, inputs in (("left", model.left_.inputs), ("right", model.right_.inputs)):
             ids = any(part.kind == "id" for part in inputs.parts)  # also of a run whose config does not have the key
             setattr(settings.features, f"{side}_identity", ids or None)
@@ -296,7 +295,7 @@ def update(
         facts |= {"features": matched} if matched else {}
         _describe(out, model, settings, facts)
     named = ("objective", "iterations", "added_pairs", "new_left", "new_right", "pairs", "model")
-    return print_answer(common.json, facts, {name.replace("_", " "): facts[name] for name in named})
+    return common.answer(facts, {name.replace("_", " "): facts[name] for name in named})
 
 
 def calibrate(
@@ -346,13 +345,9 @@ def calibrate(
         model.save(path)
     facts = {"calibration": str(model.calibration_), "held_out": int(found.positives.sum())}
     facts |= {"expected": found.expected, "model": str(path)}
-    columns = ("probability", "observed", "pairs", "held_out")
-    if common.json:
-        print_json(facts | {"reliability": [dict(zip(columns, row, strict=True)) for row in found.rows()]})
-    else:
-        print_facts(facts)
-        print_table(columns, found.rows())
-    return 0
+    columns, rows = ("probability", "observed", "pairs", "held_out"), found.rows()
+    reliability = [dict(zip(columns, row, strict=True)) for row in rows]
+    return common.answer(facts | {"reliability": reliability}, facts, Table(columns, rows))
 
 
 #: From the value of a setting to that of its key in a config file, where that is not the value itself.

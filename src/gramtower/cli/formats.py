@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 _DATA = Parameter(name="*", group=Group("Data", sort_key=1))
 _ROLES = ("left", "right", "value", "weight", "time")
 _NO_HEADER = "; for a file without a header, --format edges takes positions"
+_FLAGS = {  # flags that only some formats take, and why others do not
+    "columns": ((*_ROLES, "context"), "has its own columns"),
+    "threshold": (("threshold",), "has no values"),
+    "event": (("event",), "has no types of events"),
+    "separator": (("separator",), "has no separator to choose"),
+}
 _EVERY = 5.0  # seconds between lines about progress
 _HEAD = 1 << 16  # bytes of a file in which its first line is looked for
 
@@ -48,7 +54,7 @@ class Format:
     read: Callable[[Path, DataOptions, bool], Interactions]  # takes the options, and whether to report progress
     endings: tuple[str, ...] = ()  # endings of file names that have this format
     sniff: Callable[[Path], bool] | None = None  # tells whether a folder or archive has this format
-    flags: tuple[str, ...] = ()  # that apply to it: "columns" (of _ROLES), "threshold", "separator", "event"
+    flags: tuple[str, ...] = ()  # the keys of _FLAGS that apply to it
     about: str = ""  # remark for the help of ``--format``
     stream: Callable[[Path, DataOptions], Iterator[DataFrame]] | None = None  # yields tables, as pair_batches does
 
@@ -56,31 +62,18 @@ class Format:
 def find_format(path: Path, options: ReadOptions, name: str = "DATA") -> str:
     """The name of the format of a path, given by ``--format`` or detected."""
     kind = guess_format(path, name) if options.format is None else check.choice("format", options.format, (*FORMATS,))
-    flags = FORMATS[kind].flags
-    if "columns" in flags:
-        if options.threshold is not None and options.value is None:
-            check.fail("threshold", options.threshold, "--value as well: the column that it applies to")
-    else:
-        for role in (*_ROLES, "context"):
-            if (column := getattr(options, role)) is not None:
-                check.fail(f"--{role}", repr(column), f"nothing: the format {kind} has its own columns")
-        if options.threshold is not None and "threshold" not in flags:
-            check.fail("threshold", options.threshold, f"nothing: the format {kind} has no values")
-    _check_events(kind, options)
-    if options.separator is not None and "separator" not in flags:
-        check.fail("--separator", repr(options.separator), f"nothing: the format {kind} has no separator to choose")
-    return kind
-
-
-def _check_events(kind: str, options: ReadOptions) -> None:
+    for flag, (names, why) in _FLAGS.items():
+        for role in names if flag not in FORMATS[kind].flags else ():
+            if (given := getattr(options, role)) is not None:
+                check.fail(f"--{role}", repr(given), f"nothing: the format {kind} {why}")
+    if options.threshold is not None and options.value is None and "columns" in FORMATS[kind].flags:
+        check.fail("--threshold", options.threshold, "--value as well: the column that it applies to")
     if (options.event is None) != (options.event_weights is None):
         check.fail("--event, --event-weights", "one of them", "both: the column of types, and their weights")
-    if options.event is not None:
-        if "event" not in FORMATS[kind].flags:
-            check.fail("--event", repr(options.event), f"nothing: the format {kind} has no types of events")
-        for role in ("value", "weight", "threshold"):
-            if (given := getattr(options, role)) is not None:
-                check.fail(f"--{role}", repr(given), "nothing with --event, which says what pairs weigh")
+    for role in ("value", "weight", "threshold") if options.event is not None else ():
+        if (given := getattr(options, role)) is not None:
+            check.fail(f"--{role}", repr(given), "nothing with --event, which says what pairs weigh")
+    return kind
 
 
 def guess_format(path: Path, name: str = "DATA") -> str:
@@ -237,8 +230,12 @@ class _Notes:
 
 #: All formats by name. Of several that a folder may have, the first one whose ``sniff`` agrees is used.
 FORMATS = {
-    "csv": Format(_read_csv, (".csv", ".tsv"), flags=("columns", "separator", "event"), stream=_stream_csv),
-    "parquet": Format(_read_parquet, (".parquet", ".pq"), is_parts, ("columns", "event"), stream=_stream_parquet),
+    "csv": Format(
+        _read_csv, (".csv", ".tsv"), flags=("columns", "threshold", "separator", "event"), stream=_stream_csv
+    ),
+    "parquet": Format(
+        _read_parquet, (".parquet", ".pq"), is_parts, ("columns", "threshold", "event"), stream=_stream_parquet
+    ),
     "netflix": Format(partial(_read_set, netflix), sniff=is_netflix, flags=("threshold",)),
     "mediawiki": Format(partial(_read_set, mediawiki_links), sniff=is_mediawiki),
     "citeulike": Format(
@@ -252,7 +249,7 @@ FORMATS = {
     ),
     "movielens": Format(partial(_read_set, readers.movielens), sniff=_is_movielens, flags=("threshold",)),
     "lists": Format(_read_lists, flags=("separator",), about="user item ..."),
-    "edges": Format(_read_edges, flags=("columns", "separator"), about="user item, without a header"),
+    "edges": Format(_read_edges, flags=("columns", "threshold", "separator"), about="user item, without a header"),
 }
 
 

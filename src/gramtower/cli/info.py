@@ -12,7 +12,7 @@ from gramtower import demo as packages
 from gramtower.cli.fit_command import traffic_facts
 from gramtower.cli.formats import ReadOptions
 from gramtower.cli.options import Common, Texts, read_config
-from gramtower.cli.output import print_facts, print_json, print_table
+from gramtower.cli.output import Table, print_json
 from gramtower.cli.reading import is_model, open_model, read_pairs
 from gramtower.data.ids import Ids
 from gramtower.data.interactions import Interactions
@@ -33,16 +33,15 @@ def info(
         found = describe_model(open_model(path)[0])
     else:
         found = describe_pairs(read_pairs(path, read_config(config).with_flags(data).data))
-    if common.json:
-        print_json(found)
-        return 0
-    degrees, parts = found.pop("pairs_per_entity"), {k: found.pop(k) for k in ("settings", "report") if k in found}
-    print_facts(found)
+    tables = {name: part for name, part in found.items() if isinstance(part, dict)}
+    degrees = tables.pop("pairs_per_entity")
     rows = [(side, *(numbers[name] for name in QUANTILES), numbers["none"]) for side, numbers in degrees.items()]
-    print_table(("", *QUANTILES, "without any"), rows, "pairs per entity")
-    for name, part in parts.items():
-        print_facts(part, f"{name}:")
-    return 0
+    return common.answer(
+        found,
+        {name: value for name, value in found.items() if not isinstance(value, dict)},
+        Table(("", *QUANTILES, "without any"), rows, "pairs per entity"),
+        *(line for name, part in tables.items() for line in (f"{name}:", part)),
+    )
 
 
 def describe_model(model: TwoTower) -> dict[str, Any]:
@@ -106,11 +105,8 @@ def export(run: Path, /, *, to: str, out: Path, common: Common = Common()) -> in
     """
     model, _ = open_model(run)
     files = model.export(out, to)
-    if common.json:
-        print_json({"to": to, "files": [str(path) for path in files]})
-    elif not common.quiet:
-        print_table(("file", "bytes"), [(str(path), path.stat().st_size) for path in files])
-    return 0
+    written = Table(("file", "bytes"), [(str(path), path.stat().st_size) for path in files])
+    return 0 if common.quiet and not common.json else common.answer({"to": to, "files": files}, written)
 
 
 def demo(

@@ -24,7 +24,7 @@ from gramtower._util import checks as check
 from gramtower._util.checks import parse_hidden
 from gramtower._util.files import as_path, toml
 from gramtower.cli.formats import DataOptions, ReadOptions
-from gramtower.cli.output import note, silent
+from gramtower.cli.output import Table, note, print_facts, print_json, print_table, silent
 from gramtower.data.sources import read_toml, reading
 from gramtower.model.settings import SETTINGS, ModelSettings
 
@@ -185,9 +185,22 @@ class Common:
         """Prints a line about progress, unless --quiet was given."""
         return silent if self.quiet else note
 
+    def answer(self, content: Mapping[str, object], *shown: Mapping[str, object] | Table | str) -> int:
+        """Print JSON for programs; for people facts (by default the same), tables and lines. Return the exit code 0."""
+        if self.json:
+            print_json(content)
+            return 0
+        for part in shown or (content,):
+            if isinstance(part, str):
+                print(part)
+            elif isinstance(part, Table):
+                print_table(*part)
+            else:
+                print_facts(part)
+        return 0
+
 
 TABLES: dict[str, type] = {"data": DataOptions, "features": FitFeatures, "model": ModelOptions, "train": FitTraining}
-_Table = TypeVar("_Table", DataOptions, FitFeatures, ModelOptions, FitTraining)
 
 
 @dataclass
@@ -199,12 +212,13 @@ class Settings:
     train: FitTraining = field(default_factory=FitTraining)
     features: FitFeatures = field(default_factory=FitFeatures)
 
-    def source(self, path: Path | None) -> Path:
+    def source(self, path: Path | None, or_else: str = "") -> Path:
         """The file or folder of pairs: an argument, which is kept, or that of the config file."""
         if path is not None:
             self.data.path = str(path)
         if self.data.path is None:
-            check.fail("DATA", "nothing", "a file of pairs, as an argument or as path below [data] of the config")
+            expected = f"a file of pairs, as an argument or as path below [data] of the config{or_else}"
+            check.fail("DATA", "nothing", expected)
         return as_path(self.data.path)
 
     def estimator_arguments(self) -> dict[str, Any]:
@@ -216,20 +230,15 @@ class Settings:
                 given[name] = _FROM_TEXT[name](value) if name in _FROM_TEXT else value
         return given
 
-    def with_flags(
-        self,
-        data: ReadOptions | None = None,
-        model: ModelOptions | None = None,
-        train: TrainOptions | None = None,
-        features: FeatureOptions | None = None,
-    ) -> Settings:
-        """Override these settings by the flags that were given."""
-        return Settings(
-            _merged(self.data, data),
-            _merged(self.model, model),
-            _merged(self.train, train),
-            _merged(self.features, features),
-        )
+    def with_flags(self, *tables: ReadOptions | FeatureOptions | ModelOptions | TrainOptions | None) -> Settings:
+        """Override these settings by the flags that were given, in tables of any order."""
+        found = {}
+        for flags in tables:
+            if flags is not None:
+                name = next(name for name, kind in TABLES.items() if issubclass(kind, type(flags)))
+                given = {one.name: getattr(flags, one.name) for one in fields(flags)}
+                found[name] = replace(getattr(self, name), **{k: v for k, v in given.items() if v is not None})
+        return replace(self, **found)
 
 
 def read_config(path: Path | None) -> Settings:
@@ -283,13 +292,6 @@ def parse_option(text: str) -> tuple[str, Any]:
         return name.strip(), tomllib.loads(f"x = {value}")["x"]
     except (ValueError, RecursionError):
         return name.strip(), value
-
-
-def _merged(defaults: _Table, flags: ReadOptions | FeatureOptions | ModelOptions | TrainOptions | None) -> _Table:
-    """Override ``defaults`` by the ``flags`` that were given."""
-    if flags is None:
-        return defaults
-    return replace(defaults, **{f.name: v for f in fields(flags) if (v := getattr(flags, f.name)) is not None})
 
 
 def _as_flag(name: str, value: object, hint: object) -> object:

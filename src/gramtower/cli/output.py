@@ -15,7 +15,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gramtower._util.checks import LeftOutWarning
 from gramtower._util.files import plain
@@ -54,25 +54,22 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
     console_of().print(table)
 
 
-def print_facts(facts: Mapping[str, object], title: str | None = None) -> None:
+def print_facts(facts: Mapping[str, object]) -> None:
     """Names and values, one a line; long values such as paths are neither cut nor broken."""
     from rich.text import Text
 
     console = console_of()
     width = max(map(len, facts), default=0) + 2
-    if title is not None:
-        console.print(Text(title))
     for name, value in facts.items():
         console.print(Text.assemble((visible(name).ljust(width), "bold"), visible(shown(value))), soft_wrap=True)
 
 
-def print_answer(as_json: bool, content: Mapping[str, object], facts: Mapping[str, object] | None = None) -> int:
-    """Print JSON for programs, or facts (by default the same) for people; return the exit code 0."""
-    if as_json:
-        print_json(content)
-    else:
-        print_facts(content if facts is None else facts)
-    return 0
+class Table(NamedTuple):
+    """A table for people."""
+
+    columns: Sequence[str]
+    rows: Iterable[Sequence[object]]
+    title: str | None = None
 
 
 def console_of(folded: bool = False) -> Console:

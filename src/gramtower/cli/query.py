@@ -13,19 +13,10 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.files import as_path
+from gramtower.cli import reading
 from gramtower.cli.formats import ReadOptions
 from gramtower.cli.options import Common, Settings, Switch, Texts, parse_option
-from gramtower.cli.output import print_answer, print_facts, print_json, print_table, silent
-from gramtower.cli.reading import (
-    NO_ID,
-    described_rows,
-    id_column,
-    new_rows,
-    open_model,
-    read_frame,
-    read_like,
-    right_rows,
-)
+from gramtower.cli.output import Table, silent
 from gramtower.data.entity_table import EntityTable
 from gramtower.data.frames import pick, polars
 from gramtower.data.ids import Key, as_known, as_objects, id_series, join
@@ -81,21 +72,21 @@ def evaluate(
         histories: Take the left entities of these pairs as new ones, described by them, a file like the test.
     """
     names = tuple(name.strip() for name in metrics.split(",") if name.strip())
-    model, settings = open_model(run)
-    pairs = read_like(settings, test, "--test", data)
+    model, settings = reading.open_model(run)
+    pairs = reading.read_like(settings, test, "--test", data)
     new: dict[str, Any] = {}
     if left_features is not None:
-        new["left_features"] = described_rows(model, left_features, pairs.left_ids, common.note)
+        new["left_features"] = reading.rows_with_ids(model, left_features, "left", common.note, pairs.left_ids)
     if right_features is not None:
-        new["right_features"] = right_rows(model, right_features, common.note)
+        new["right_features"] = reading.rows_with_ids(model, right_features, "right", common.note)
     for name, path in (("histories", histories), ("exclude", exclude)):
         if path is not None:
-            new[name] = read_like(settings, path, f"--{name}", data)
+            new[name] = reading.read_like(settings, path, f"--{name}", data)
     new["allow"] = keys_of(model, "right", allow)
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
     counts = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out, "left_out": found.left_out}
     counts |= {"exclude_seen": exclude_seen}
-    return print_answer(common.json, {"metrics": found, **counts}, found)
+    return common.answer({"metrics": found, **counts}, found)
 
 
 def off_policy(
@@ -137,8 +128,8 @@ def off_policy(
         samples: Of the bootstrap.
         seed: Of the bootstrap.
     """
-    model, settings = open_model(run)
-    frame = read_frame("LOG", log)
+    model, settings = reading.open_model(run)
+    frame = reading.read_frame("LOG", log)
     r, p = (
         frame[pick(name, column, frame.columns)].cast(polars().Float64, strict=False).fill_null(np.nan).to_numpy()
         for name, column in (("--reward", reward), ("--propensity", propensity))
@@ -167,13 +158,9 @@ def off_policy(
         samples=samples, seed=seed,
     )  # fmt: skip
     facts = {name: value for name, value in vars(answer).items() if not isinstance(value, tuple)}
-    columns = ("estimate", "value", "standard_error", "low", "high")
-    if common.json:
-        print_json({"estimates": [dict(zip(columns, row, strict=True)) for row in answer.rows()], **facts})
-    else:
-        print_table(columns, answer.rows())
-        print_facts(facts)
-    return 0
+    columns, lines = ("estimate", "value", "standard_error", "low", "high"), answer.rows()
+    estimated = [dict(zip(columns, line, strict=True)) for line in lines]
+    return common.answer({"estimates": estimated, **facts}, Table(columns, lines), facts)
 
 
 def recommend(
@@ -258,17 +245,17 @@ def recommend(
     elif left_features is None and (left is None) == (history is None):
         expected = "only --left, only the description of a new entity, or --all"
         check.fail("--left, --left-features, --history", "both" if left else "none", expected)
-    model, settings = open_model(run)
+    model, settings = reading.open_model(run)
     options: dict[str, Any] = {"exclude_seen": not include_seen, "candidates": candidates}
     for name, ids in (("deny", deny), ("allow", allow)):
         options[name] = keys_of(model, "right", listed(f"--{name}", ids))
     if exclude is not None:
-        options["exclude"] = read_like(settings, exclude, "--exclude")
+        options["exclude"] = reading.read_like(settings, exclude, "--exclude")
     if allow_pairs is not None:
         if allow is not None:
             check.fail("--allow, --allow-pairs", "both", "one of them")
-        options["allow"] = read_like(settings, allow_pairs, "--allow-pairs")
-    new = None if right_features is None else right_rows(model, right_features, common.note)
+        options["allow"] = reading.read_like(settings, allow_pairs, "--allow-pairs")
+    new = None if right_features is None else reading.rows_with_ids(model, right_features, "right", common.note)
     options |= {} if new is None else {"right_features": new}
     table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common)
     options |= {"popularity": popularity, "diversity": diversity, "min_score": min_score, "where": where}
@@ -283,7 +270,7 @@ def recommend(
     if every and out is not None:
         return _write_all(model, out, k, {**options, "device": device or "auto", "fresh": fresh}, common)
     if left_features is not None:
-        options["left_features"], asked = new_rows(model, left_features, left, common.note)
+        options["left_features"], asked = reading.new_rows(model, left_features, left, common.note)
     else:
         asked = left or [NEW]
     if history is not None:
@@ -292,8 +279,7 @@ def recommend(
         options["context"] = {name: value for name, _, value in (text.partition("=") for text in context)}
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
     found, values = model.recommend(known, k, **options)
-    _show("left", asked if known is None else known, "right", found, values, common, table)
-    return 0
+    return _show("left", asked if known is None else known, "right", found, values, common, table)
 
 
 def listed(flag: str, given: list[str] | None) -> list[str] | None:
@@ -330,8 +316,8 @@ def _right_table(
     if path is None:
         return None
     try:
-        frame = read_frame("--right-table", path)
-        column = id_column("right", frame, id, settings.data.right)
+        frame = reading.read_frame("--right-table", path)
+        column = reading.id_column("right", frame, id, settings.data.right)
         known = list(range(len(model.right_))) if model.right_.ids is None else model.right_.ids.tolist()
         name = next((part.table.id for part in model.right_.inputs.parts if part.table is not None), None)
         if new is not None and name in new.columns:
@@ -364,7 +350,7 @@ def _write_all(model: TwoTower, out: Path, k: int, options: Mapping[str, Any], c
 
     answers = model.recommend_all(out, k, progress=progress, **options)
     facts = {"lists": len(model.left_), "answers": answers, "seconds": time.monotonic() - start, "out": str(out)}
-    return print_answer(common.json, facts)
+    return common.answer(facts)
 
 
 def similar(
@@ -399,20 +385,19 @@ def similar(
     sides = [side for side, ids in (("left", left), ("right", right)) if ids is not None or tables[side] is not None]
     if len(sides) != 1:
         check.fail("--left, --right", "both" if sides else "neither", "one of them, or its table")
-    model, settings = open_model(run)
+    model, settings = reading.open_model(run)
     side, asked = sides[0], left if sides[0] == "left" else right
     options: dict[str, Any] = {}
     path = tables[side]
     if path is not None:
-        options[f"{side}_features"], names = new_rows(model, path, None, silent, side)
-        names = [name for name in names if name != NO_ID]
+        options[f"{side}_features"], names = reading.new_rows(model, path, None, silent, side)
+        names = [name for name in names if name != reading.NO_ID]
     keys = keys_of(model, side, asked)
     found, scores = model.similar(keys, side, k, **options)
     new, titled = options.get("right_features"), None
     if side == "right":
         titled = _right_table(model, settings, right_table, right_id, right_title, new, common)
-    _show(side, names if keys is None else keys, "similar", found, scores, common, titled)
-    return 0
+    return _show(side, names if keys is None else keys, "similar", found, scores, common, titled)
 
 
 def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> list[Key] | None:
@@ -433,7 +418,7 @@ def _show(
     scores: NDArray[np.float32],
     common: Common,
     table: _Titled | None = None,
-) -> None:
+) -> int:
     """One list for each entity asked about, with titles where there are some; places without an answer are left out."""
     titles = None if table is None else table[0].titles
     named = {} if table is None or titles is None else dict(zip(table[1], titles, strict=True))
@@ -446,16 +431,14 @@ def _show(
         for row, values in zip(found.tolist(), scores.tolist(), strict=True)
     ]
     lists = [*zip(asked, answers, strict=True)]
-    if common.json:
-        print_json({"answers": [{asked_name: key, "results": answer} for key, answer in lists]})
-        return
     shown = [*(["title"] if named else []), "score"]
     rows = [
         (str(key) if rank == 1 else "", rank, str(one["id"]), *(one[name] for name in shown))
         for key, answer in lists
         for rank, one in enumerate(answer, start=1)
     ]
-    print_table((asked_name, "rank", found_name, *shown), rows)
+    content = {"answers": [{asked_name: key, "results": answer} for key, answer in lists]}
+    return common.answer(content, Table((asked_name, "rank", found_name, *shown), rows))
 
 
 def explain(
@@ -483,25 +466,21 @@ def explain(
         right_features: The same for RIGHT, with --side right.
         history: Right id of a new left entity, for models fitted with --history; may be repeated.
     """
-    common, k = common or Common(), check.count("-k", k)
-    model, _ = open_model(run)
+    k = check.count("-k", k)
+    model, _ = reading.open_model(run)
     new = left == NEW
     keys = None if new else as_known([left], model.left_.ids)[0], as_known([right], model.right_.ids)[0]
     given: dict[str, Any] = {}
     for name, path, key in (("left", left_features, left), ("right", right_features, right)):
         if path is not None:
             chosen = None if new and name == "left" else [key]
-            given[f"{name}_features"], _ = new_rows(model, path, chosen, silent, name)
+            given[f"{name}_features"], _ = reading.new_rows(model, path, chosen, silent, name)
     if history is not None:
         given["histories"] = [keys_of(model, "right", history)]
     found = model.explain(*keys, side=side, **given).to_plain(k)
-    if common.json:
-        print_json({"left": keys[0], "right": keys[1], **found})
-        return 0
-    print_facts({"score": found["score"], "method": found["method"]})
     rows = [(one["kind"], str(one["name"]), one["value"]) for one in found["contributions"]]
     if found["others"]["count"]:
         rows.append((f"{found['others']['count']} others", "", found["others"]["value"]))
     rows += [("base", "", found["base"]), ("remainder", "", found["remainder"])]
-    print_table(("part", "name", "adds"), rows)
-    return 0
+    facts = {"score": found["score"], "method": found["method"]}
+    return common.answer({"left": keys[0], "right": keys[1], **found}, facts, Table(("part", "name", "adds"), rows))

@@ -36,7 +36,7 @@ from gramtower.model.two_tower import TwoTower, load
 from gramtower.training.checkpoint import locked
 
 if TYPE_CHECKING:
-    from polars import DataFrame, Series
+    from polars import DataFrame
 
 MODEL, CONFIG, HISTORY, SUMMARY = "model.gramtower", "config.toml", "history.jsonl", "summary.json"
 CHECKPOINT, COMPARISON = "checkpoint.safetensors", "comparison.json"
@@ -245,12 +245,7 @@ def read_table(side: str, path: Path, settings: Settings) -> FeatureTable:
         "ngrams": options.ngrams,
         "encoders": encoders or None,
     }
-    return FeatureTable.inferred(
-        frame,
-        column,
-        kinds,
-        **{name: value for name, value in further.items() if value is not None},
-    )
+    return FeatureTable.inferred(frame, column, kinds, **{k: v for k, v in further.items() if v is not None})
 
 
 def read_frame(name: str, path: Path) -> DataFrame:
@@ -297,28 +292,19 @@ def new_rows(
     return frame, ids
 
 
-def described_rows(model: TwoTower, path: Path, ids: Ids, say: Say) -> DataFrame:
-    """A table of left entities with a column of ids; how many of some ids are not in it is stated."""
-    frame, keys = _rows_with_ids(model, path, "left")
-    without = int((join(ids, {key: row for row, key in enumerate(keys.to_list())}) < 0).sum())
-    if without:
-        say(f"{without:,} of {len(ids):,} left entities have no features")
-    return frame
-
-
-def right_rows(model: TwoTower, path: Path, say: Say) -> DataFrame:
-    """A table of right entities, those that the model does not know counted."""
-    frame, keys = _rows_with_ids(model, path, "right")
-    known = np.arange(len(model.right_)) if model.right_.ids is None else model.right_.ids
-    new = int((join(keys.to_numpy(), index_of(known)) < 0).sum()) if len(keys) else 0
-    say(f"{new:,} of {len(keys):,} right entities of {path.name} are new")
-    return frame
-
-
-def _rows_with_ids(model: TwoTower, path: Path, side: str) -> tuple[DataFrame, Series]:
+def rows_with_ids(model: TwoTower, path: Path, side: str, say: Say, ids: Ids | None = None) -> DataFrame:
+    """A table of entities with a column of ids; says how many of ``ids`` it lacks, or how many are new to the model."""
     table, frame = _table_of(model, path, side), read_frame(f"{side}_features", path)
-    name = frames.pick(f"id column of {path}", table.id, frame.columns)
-    return frame, id_series("id", frame[name]).drop_nulls()
+    keys = id_series("id", frame[frames.pick(f"id column of {path}", table.id, frame.columns)]).drop_nulls()
+    if ids is not None:
+        without = int((join(ids, {key: row for row, key in enumerate(keys.to_list())}) < 0).sum())
+        if without:
+            say(f"{without:,} of {len(ids):,} {side} entities have no features")
+    else:
+        known = np.arange(len(model.right_)) if model.right_.ids is None else model.right_.ids
+        new = int((join(keys.to_numpy(), index_of(known)) < 0).sum()) if len(keys) else 0
+        say(f"{new:,} of {len(keys):,} {side} entities of {path.name} are new")
+    return frame
 
 
 def _table_of(model: TwoTower, path: Path, side: str) -> FeatureTable:
@@ -348,18 +334,24 @@ def _report_join(side: str, table: FeatureTable, ids: Ids, say: Say, group: Grou
     return found
 
 
-def for_writing(out: Path) -> Path:
-    """The folder that a command is to write, there or not; one that cannot be is refused before anything is read."""
+def for_writing(out: Path, kind: str | None = None) -> Path:
+    """The folder that a command is to write, there or not; one that cannot be is refused before anything is read.
+
+    A folder that holds a run of another ``kind`` is refused, too.
+    """
     if is_remote(out):
         from gramtower._util.remote import check_writable
 
         check_writable(out)
-        return out
-    there = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
-    if not there.is_dir():
-        check.fail("out", out if there == out.absolute() else f"{out}, where {there} is a file", "a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        check.fail("out", f"{out}, with no permission to write in {there}", "a folder that can be written")
+    else:
+        there = next(one for one in (out.absolute(), *out.absolute().parents) if one.exists())
+        if not there.is_dir():
+            check.fail("out", out if there == out.absolute() else f"{out}, where {there} is a file", "a folder")
+        if not os.access(there, os.W_OK | os.X_OK):
+            check.fail("out", f"{out}, with no permission to write in {there}", "a folder that can be written")
+    for other, file in {"fit": HISTORY, "comparison": COMPARISON}.items():
+        if kind not in (None, other) and (out / file).exists():
+            check.fail("out", f"{out}, which holds a {other}", f"a folder of its own for a {kind}")
     return out
 
 

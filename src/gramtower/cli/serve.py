@@ -14,7 +14,7 @@ from gramtower._util import checks as check
 from gramtower._util.checks import missing
 from gramtower._util.files import as_path
 from gramtower.cli.options import Common, Switch, Texts
-from gramtower.cli.output import print_answer, print_json, silent
+from gramtower.cli.output import print_json, silent
 from gramtower.cli.program import was_terminated
 from gramtower.cli.reading import id_column, model_file, read_frame, read_like, settings_of
 from gramtower.data.interactions import Interactions
@@ -182,4 +182,4 @@ def index(
     write_index(target, made, facts)
     found = {"index": str(target), **{n: v for n, v in vars(facts).items() if n not in ("model", "built")}}
     named = {f"recall@{facts.k}" if name == "recall" else name: value for name, value in found.items()}
-    return print_answer(common.json, found, named)
+    return common.answer(found, named)

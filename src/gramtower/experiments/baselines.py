@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 import numpy as np
 import scipy.sparse as sp
@@ -76,34 +76,6 @@ class Popularity:
 
 
 @dataclass
-class ItemKNN:
-    """Recommends items that are similar to those of a user; needs the package implicit.
-
-    Attributes:
-        neighbours: number of neighbours of each item, K.
-    """
-
-    neighbours: int = 20
-    pairs_: sp.csr_matrix = field(init=False, repr=False, compare=False)
-    similarity_: sp.csr_matrix = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        check.count("neighbours", self.neighbours)
-
-    def fit(self, pairs: Pairs, seed: int = 0) -> ItemKNN:
-        self.pairs_ = _ones(pairs)
-        recommenders = need("implicit.nearest_neighbours", _USE)
-        found = recommenders.CosineRecommender(self.neighbours, num_threads=torch.get_num_threads())
-        with as_implicit_asks():
-            found.fit(self.pairs_.astype(np.float64), show_progress=False)
-        self.similarity_ = found.similarity
-        return self
-
-    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-        return lists_by_products(self.pairs_, self.similarity_, rows, k, seen)
-
-
-@dataclass
 class EASE:
     """A linear model from a user's items to all items.
 
@@ -147,8 +119,63 @@ class EASE:
         return lists_by_products(self.pairs_, self.weights_, rows, k, seen)
 
 
+class OfImplicit:
+    """A model of implicit, which is fitted itself."""
+
+    values: ClassVar[type[np.floating]] = np.float32
+
+    def __init__(self, model: ImplicitModel) -> None:
+        self.model = model
+
+    def make(self, seed: int) -> ImplicitModel:
+        """Return the model to fit."""
+        if hasattr(self.model, "random_state"):
+            self.model.random_state = seed
+        return self.model
+
+    def fit(self, pairs: Pairs, seed: int = 0) -> Self:
+        self.pairs_ = _ones(pairs)
+        self.model_: Any = self.make(seed)
+        with as_implicit_asks() if type(self.model_).__module__.startswith("implicit.") else nullcontext():
+            self.model_.fit(self.pairs_.astype(self.values), show_progress=False)
+        return self
+
+    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
+        if (similarity := getattr(self.model_, "similarity", None)) is not None:
+            return lists_by_products(self.pairs_, similarity, rows, k, seen)
+        factors = [getattr(self.model_, name) for name in ("user_factors", "item_factors")]
+        on_host = (one.to_numpy() if hasattr(one, "to_numpy") else one for one in factors)  # also from a GPU
+        users, items = (np.asarray(one, dtype=np.float32) for one in on_host)
+        return top_k(users[rows], items, k, exclude=seen[rows])[0]
+
+
 @dataclass
-class ALS:
+class ItemKNN(OfImplicit):
+    """Recommends items that are similar to those of a user; needs the package implicit.
+
+    Attributes:
+        neighbours: number of neighbours of each item, K.
+    """
+
+    neighbours: int = 20
+    values: ClassVar[type[np.floating]] = np.float64
+
+    def __post_init__(self) -> None:
+        check.count("neighbours", self.neighbours)
+
+    @property
+    def similarity_(self) -> sp.csr_matrix:
+        """Cosines of the nearest items."""
+        return self.model_.similarity
+
+    def make(self, seed: int) -> ImplicitModel:
+        recommenders = need("implicit.nearest_neighbours", _USE)
+        made: ImplicitModel = recommenders.CosineRecommender(self.neighbours, num_threads=torch.get_num_threads())
+        return made
+
+
+@dataclass
+class ALS(OfImplicit):
     """Weighted matrix factorisation by alternating least squares; needs the package implicit.
 
     Attributes:
@@ -156,37 +183,12 @@ class ALS:
     """
 
     options: dict[str, object] = field(default_factory=dict)
-    model_: Any = field(init=False, repr=False, compare=False)
 
-    def fit(self, pairs: Pairs, seed: int = 0) -> ALS:
+    def make(self, seed: int) -> ImplicitModel:
         given = {"use_gpu": False, "random_state": seed, "num_threads": torch.get_num_threads(), **self.options}
         with as_implicit_asks():
-            self.model_ = need("implicit.als", _USE).AlternatingLeastSquares(**given)
-            self.model_.fit(_ones(pairs), show_progress=False)
-        return self
-
-    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-        return lists_of_factors(self.model_, rows, k, seen)
-
-
-class OfImplicit:
-    """A model of implicit, which is fitted itself."""
-
-    def __init__(self, model: ImplicitModel) -> None:
-        self.model = model
-
-    def fit(self, pairs: Pairs, seed: int = 0) -> OfImplicit:
-        if hasattr(self.model, "random_state"):
-            self.model.random_state = seed
-        self.pairs_ = _ones(pairs)
-        with as_implicit_asks() if type(self.model).__module__.startswith("implicit.") else nullcontext():
-            self.model.fit(self.pairs_, show_progress=False)
-        return self
-
-    def lists(self, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-        if (similarity := getattr(self.model, "similarity", None)) is not None:
-            return lists_by_products(self.pairs_, similarity, rows, k, seen)
-        return lists_of_factors(self.model, rows, k, seen)
+            made: ImplicitModel = need("implicit.als", _USE).AlternatingLeastSquares(**given)
+        return made
 
 
 class Recommender(Estimator, Protocol):
@@ -248,14 +250,6 @@ def needs_implicit(model: BuiltIn) -> str | None:
     if isinstance(model, (ItemKNN, ALS)) and importlib.util.find_spec("implicit") is None:
         return f"the package implicit is not installed: {install_line('implicit')}"
     return None
-
-
-def lists_of_factors(model: ImplicitModel, rows: NDArray[np.int64], k: int, seen: sp.csr_matrix) -> Lists:
-    """Return the lists of a model of implicit that has factors of users and items."""
-    factors = [getattr(model, name) for name in ("user_factors", "item_factors")]
-    on_host = (one.to_numpy() if hasattr(one, "to_numpy") else one for one in factors)  # also from a GPU
-    users, items = (np.asarray(one, dtype=np.float32) for one in on_host)
-    return top_k(users[rows], items, k, exclude=seen[rows])[0]
 
 
 def lists_by_products(

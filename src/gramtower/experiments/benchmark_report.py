@@ -20,9 +20,8 @@ import numpy as np
 from gramtower._util import checks as check
 from gramtower._util.files import build as build_from_json
 from gramtower._util.files import plain, write_json, write_text
-from gramtower._util.html import document
-from gramtower.experiments.cross_validation import Interval, bootstrap_intervals, span, text_table
-from gramtower.experiments.figures import BUSY, PAGE, SUMMARY, circumstances, drawn, interval_figure, table
+from gramtower.experiments.cross_validation import LEVEL, Interval, bootstrap_intervals, span, text_table
+from gramtower.experiments.figures import BUSY, PAGE, SUMMARY, Page, interval_figure, table
 from gramtower.experiments.run_store import RunStore
 from gramtower.metrics.definitions import LOWER_IS_BETTER, parse
 
@@ -95,11 +94,6 @@ class Run:
             object.__setattr__(self, name, value)
 
 
-def store_of(folder: Path, argument: str = "folder") -> RunStore:
-    """Return the files of a benchmark; errors call the folder by the name of the argument."""
-    return RunStore(folder, "benchmark", argument)
-
-
 def read_run(store: RunStore, name: str, seed: int) -> Run | None:
     """Return a finished run, None if there is none."""
     run = store.read_run(f"{name}-{seed}", Run)
@@ -153,7 +147,7 @@ class _Numbers:
             "reference": reference,
             "ranking": ranked,
             "models": models,
-            "intervals": {"level": 0.95, "over": "users", "replicates": self.replicates, "seed": self.seed},
+            "intervals": {"level": LEVEL, "over": "users", "replicates": self.replicates, "seed": self.seed},
             "environments": list(environments.values()),
             "commands": manifest.commands,
             "verdict": self.verdict(first, ranked, models),
@@ -322,23 +316,31 @@ _COSTS = (
 
 def page(summary: Summary) -> str:
     """Build the page of the numbers of :func:`summarise`."""
-    problems: list[str] = []
+    made, models = Page(f"Benchmark of models: {summary['title']}"), summary["models"].values()
+    made.text(about(summary))
+    made.text(summary["verdict"], strong=True)
+    if notes := "".join(f"<li>{escape(line)}</li>" for line in notes_of(summary)):
+        made.add(f'<div class="warn"><p>Not all models are compared:</p><ul>{notes}</ul></div>')
+    if ran := _ran(summary):
+        for metric in summary["metrics"]:
+            _add_metric(made, summary, metric)
+        made.heading("Time and memory")
+        costs = [(name, f"{m['fit_seconds']:.2f}", f"{m['list_seconds']:.2f}", *_megabytes(m)) for name, m in ran]
+        made.add(table(["model", "fit, seconds", "lists, seconds", "peak, MB", "added, MB"], costs))
+        made.text(_COSTS, "soft")
+        if (busy := max(one["others_busy"] or 0.0 for one in models)) > BUSY:
+            made.text(f"Other processes kept up to {busy:.2f} cores busy meanwhile; times are no measurement.", "warn")
+        first, seeds = summary["metrics"][0], summary["seeds"]
+        made.heading(f"{first} of each seed")
+        values = {name: [one["metrics"][first]["by_seed"].get(str(seed)) for seed in seeds] for name, one in ran}
+        rows = [[name, *("–" if x is None else f"{x:.4f}" for x in by_seed)] for name, by_seed in values.items()]
+        made.add(table(["model", *(f"seed {seed}" for seed in seeds)], rows))
+    made.heading("How it was measured")
+    made.text(_EXPLAINED.format(replicates=summary["intervals"]["replicates"]))
     settings = {name: one["settings"] for name, one in summary["models"].items()}
     machines = {f"machine {place}": one for place, one in enumerate(summary["environments"], start=1)}
-    notes = "".join(f"<li>{escape(line)}</li>" for line in notes_of(summary))
-    body = [
-        f"<p>{escape(about(summary))}</p>",
-        f"<p><strong>{escape(summary['verdict'])}</strong></p>",
-        *([f'<div class="warn"><p>Not all models are compared:</p><ul>{notes}</ul></div>'] if notes else []),
-    ]
-    if _ran(summary):
-        body += [part for metric in summary["metrics"] for part in _metric(summary, metric, problems)]
-        body += _costs(summary)
-        body += _seeds(summary)
-    explained = _EXPLAINED.format(replicates=summary["intervals"]["replicates"])
-    body += ["<h2>How it was measured</h2>", f"<p>{escape(explained)}</p>"]
-    body += circumstances(summary["commands"], settings | {"data": summary["data"]}, machines)
-    return document(f"Benchmark of models: {summary['title']}", body)
+    made.circumstances(summary["commands"], settings | {"data": summary["data"]}, machines)
+    return made.html()
 
 
 def about(summary: Summary) -> str:
@@ -355,42 +357,19 @@ def about(summary: Summary) -> str:
     )
 
 
-def _metric(summary: Summary, metric: str, problems: list[str]) -> list[str]:
-    """Return means, intervals and differences of a metric, as a figure and as a table."""
+def _add_metric(page: Page, summary: Summary, metric: str) -> None:
+    """Add means, intervals and differences of a metric, as a figure and as a table."""
     found = [(name, one["metrics"][metric]) for name, one in _ran(summary)]
     rows = []
     for name, one in found:
         apart = one["difference"]
         excludes = "" if apart is None else "yes" if apart["excludes_zero"] else "no"
         rows.append([name, f"{one['mean']:.4f}", span(one["interval"]), _difference(apart), excludes])
-    heads = ["model", metric, "95% interval", f"difference from {summary['reference']}", "interval excludes zero"]
+    page.heading(metric)
     shown = [(name, one["mean"], one["interval"]) for name, one in found]
-    caption = f"{metric} of each model with its 95% interval"
-    chart = drawn(lambda: interval_figure(metric, shown), caption, problems)
-    return [f"<h2>{escape(metric)}</h2>", chart, table(heads, rows)]
-
-
-def _costs(summary: Summary) -> list[str]:
-    rows = [
-        [name, f"{one['fit_seconds']:.2f}", f"{one['list_seconds']:.2f}", *_megabytes(one)]
-        for name, one in _ran(summary)
-    ]
-    heads = ["model", "fit, seconds", "lists, seconds", "peak, MB", "added, MB"]
-    found = ["<h2>Time and memory</h2>", table(heads, rows), f'<p class="soft">{_COSTS}</p>']
-    busy = max(one["others_busy"] or 0.0 for one in summary["models"].values())
-    if busy > BUSY:
-        text = f"Other processes kept up to {busy:.2f} cores busy meanwhile; times are no measurement."
-        found.append(f'<p class="warn">{text}</p>')
-    return found
-
-
-def _seeds(summary: Summary) -> list[str]:
-    metric, rows = summary["metrics"][0], []
-    for name, one in _ran(summary):
-        values = [one["metrics"][metric]["by_seed"].get(str(seed)) for seed in summary["seeds"]]
-        rows.append([name, *("–" if value is None else f"{value:.4f}" for value in values)])
-    heads = ["model", *(f"seed {seed}" for seed in summary["seeds"])]
-    return [f"<h2>{escape(metric)} of each seed</h2>", table(heads, rows)]
+    page.figure(lambda: interval_figure(metric, shown), f"{metric} of each model with its 95% interval")
+    apart_from = f"difference from {summary['reference']}"
+    page.add(table(["model", metric, "95% interval", apart_from, "interval excludes zero"], rows))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -431,7 +410,7 @@ class Benchmark:
 
 def build(folder: Path) -> Benchmark:
     """Rebuild summary.json and report.html of a folder from benchmark.json and the finished runs."""
-    store = store_of(folder)
+    store = RunStore(folder, "benchmark")
     manifest = store.read_manifest(Manifest)
     if manifest is None:
         check.fail("folder", folder, f"a folder with {store.manifest.name}, which gramtower benchmark writes")

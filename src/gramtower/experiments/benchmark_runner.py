@@ -56,7 +56,6 @@ from gramtower.experiments.benchmark_report import (
     Run,
     build,
     read_run,
-    store_of,
     summarise,
 )
 from gramtower.experiments.cross_validation import known_pairs
@@ -165,7 +164,7 @@ def benchmark(
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     with nullcontext() if folder is None else locked(folder, name="out"):
-        store = None if folder is None else store_of(folder, "out")
+        store = None if folder is None else RunStore(folder, "benchmark", "out")
         if store is not None:
             manifest = _joined(store, manifest, check.flag("fresh", fresh))
             store.write_manifest(manifest)

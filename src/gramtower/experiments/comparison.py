@@ -114,11 +114,6 @@ class Comparison:
         return str(self.about.metric or "metric") if measured else None
 
 
-def store_of(folder: Path, argument: str = "folder") -> RunStore:
-    """Return the files of a comparison; errors call the folder by the name of the argument."""
-    return RunStore(folder, "comparison", argument)
-
-
 def history_path(folder: Path, name: str) -> Path:
     """Return the file with the history of an optimizer."""
     return folder / f"{name}.jsonl"
@@ -145,7 +140,7 @@ def read_outcomes(store: RunStore, request: Request | None) -> dict[str, Outcome
 
 def read_comparison(folder: Path) -> Comparison:
     """Return the comparison in a folder. Histories are enough: without comparison.json only the request is missing."""
-    store = store_of(folder)
+    store = RunStore(folder, "comparison")
     request = store.read_manifest(Request)
     outcomes = read_outcomes(store, request)
     found = {path.stem for path in folder.glob("*.jsonl")}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from gramtower._util.files import plain, replacing, write_json, write_text
-from gramtower._util.html import document, number
+from gramtower._util.html import number
 from gramtower.experiments.comparison import (
     LEVELS,
     STATUSES,
@@ -28,7 +28,7 @@ from gramtower.experiments.comparison import (
     relative_difference,
     summarise,
 )
-from gramtower.experiments.figures import BUSY, PAGE, SUMMARY, circumstances, drawing, line, panels, save, table
+from gramtower.experiments.figures import BUSY, PAGE, SUMMARY, Page, drawing, line, panels, save, table
 from gramtower.training.result import Record
 
 if TYPE_CHECKING:
@@ -74,18 +74,16 @@ FLOOR = 1e-4
 
 def page(comparison: Comparison, summary: dict[str, Any]) -> str:
     """Build the page of a comparison from the numbers of :func:`gramtower.experiments.comparison.summarise`."""
-    title = f"Comparison of methods: {comparison.title}"
+    made = Page(f"Comparison of methods: {comparison.title}")
     script = files("gramtower.experiments").joinpath("comparison_page.js").read_text(encoding="utf-8")
-    body = [
-        *_opening(comparison, summary),
-        *_charts(comparison),
-        *_outcomes(comparison, summary),
-        *_levels_table(summary, "seconds_to", "Seconds to a relative difference", "training time in seconds"),
-        *_levels_table(summary, "passes_to", "Data passes to a relative difference", "passes over all m·n pairs"),
-        *_speed_ups(summary),
-        *_settings(comparison),
-    ]
-    return document(title, body, page_data(comparison, summary["lowest"]), script)
+    _add_opening(made, comparison, summary)
+    _add_charts(made, comparison)
+    _add_outcomes(made, comparison, summary)
+    _add_levels(made, summary, "seconds_to", "Seconds to a relative difference", "training time in seconds")
+    _add_levels(made, summary, "passes_to", "Data passes to a relative difference", "passes over all m·n pairs")
+    _add_speed_ups(made, summary)
+    _add_settings(made, comparison)
+    return made.html(page_data(comparison, summary["lowest"]), script)
 
 
 def page_data(comparison: Comparison, lowest: float | None) -> dict[str, Any]:
@@ -110,24 +108,23 @@ def thinned(history: list[Record], most: int) -> list[Record]:
     return [history[round(place * (len(history) - 1) / (most - 1))] for place in range(most)]
 
 
-def _opening(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
+def _add_opening(page: Page, comparison: Comparison, summary: dict[str, Any]) -> None:
     about, parts = comparison.about.data, []
     if {"left", "right", "pairs"} <= set(about):
         sizes = f"{about['left']:,} left × {about['right']:,} right entities, {about['pairs']:,} pairs to learn from"
         held = about.get("validation_pairs")
         parts.append(sizes + (f", {held:,} held out for {comparison.metric}." if held else "."))
     parts.append("All methods start from the same point and run one after the other; only their own work is timed.")
-    found = [f'<p class="mark">Synthetic data: {escape(str(text))}</p>'] if (text := comparison.about.synthetic) else []
-    found.append(f"<p>{escape(' '.join(parts))}</p>")
-    found.append(f"<p><strong>{escape(summary['verdict'])}</strong></p>")
-    troubled = [m for m in comparison.methods if m.outcome.status != "finished"]
+    if comparison.about.synthetic:
+        page.text(f"Synthetic data: {comparison.about.synthetic}", "mark")
+    page.text(" ".join(parts))
+    page.text(summary["verdict"], strong=True)
+    troubled = [f"{m.name} ({m.outcome.status})" for m in comparison.methods if m.outcome.status != "finished"]
     if troubled:
-        names = ", ".join(f"{m.name} ({m.outcome.status})" for m in troubled)
-        found.append(f'<p class="warn">Not all methods ran to their limit: {escape(names)}. Reasons are below.</p>')
-    return found
+        page.text(f"Not all methods ran to their limit: {', '.join(troubled)}. Reasons are below.", "warn")
 
 
-def _charts(comparison: Comparison) -> list[str]:
+def _add_charts(page: Page, comparison: Comparison) -> None:
     metric = comparison.metric
     charts = [("objective", "Relative difference of the objective, (L − L*) / L*")]
     charts += [("metric", f"{metric} on the held-out pairs")] if metric else []
@@ -148,10 +145,8 @@ def _charts(comparison: Comparison) -> list[str]:
         f'data-label="{escape(label)}"></div></figure>'
         for kind, label in charts
     ]
-    cut = [method.name for method in comparison.methods if len(method.history) > POINTS]
-    note = [f'<p class="soft">Of {escape(", ".join(cut))}, {POINTS:,} records are drawn.</p>'] if cut else []
-    return [
-        "<h2>Curves</h2>",
+    page.heading("Curves")
+    page.add(
         '<div class="controls"><span>Horizontal axis:</span>'
         '<label><input type="radio" name="x" value="seconds" checked> seconds</label>'
         '<label><input type="radio" name="x" value="passes"> data passes</label>'
@@ -159,13 +154,18 @@ def _charts(comparison: Comparison) -> list[str]:
         f'<div id="readout"></div><ul class="keys">{"".join(keys)}</ul>',
         f'<div class="charts{" two" if len(charts) > 1 else ""}">{"".join(figures)}</div>',
         "<noscript><p>The curves need JavaScript; the tables and the figures next to this file do not.</p></noscript>",
-        *note,
-        '<p class="soft">L* is the lowest value that any method reached; the record that reached it has no place on '
-        f"the logarithmic axis. Differences below {FLOOR:g} are not shown. Buttons hide and show methods.</p>",
-    ]
+    )
+    cut = [method.name for method in comparison.methods if len(method.history) > POINTS]
+    if cut:
+        page.text(f"Of {', '.join(cut)}, {POINTS:,} records are drawn.", "soft")
+    page.text(
+        "L* is the lowest value that any method reached; the record that reached it has no place on the logarithmic "
+        f"axis. Differences below {FLOOR:g} are not shown. Buttons hide and show methods.",
+        "soft",
+    )
 
 
-def _outcomes(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
+def _add_outcomes(page: Page, comparison: Comparison, summary: dict[str, Any]) -> None:
     metric = comparison.metric
     head = ["method", "lowest L", "(L − L*) / L*", *([f"best {metric}"] if metric else [])]
     head += ["iterations", "seconds", "data passes", "status", "why it stopped"]
@@ -176,68 +176,70 @@ def _outcomes(comparison: Comparison, summary: dict[str, Any]) -> list[str]:
         cells = [number(found.get("lowest"), 6), number(found.get("relative_difference")), *metrics]
         cells += [number(found.get(key)) for key in ("iterations", "seconds", "data_passes")]
         rows.append([method.name, *cells, found["status"], found["message"]])
+    page.heading("What became of each method")
+    page.add(table(head, rows, sentences=[len(head) - 1]))
     met = {found["status"] for found in summary["methods"].values()}
     legend = "".join(f" {name}: {text}." for name, text in STATUSES.items() if name in met)
-    return [
-        "<h2>What became of each method</h2>",
-        table(head, rows, sentences=[len(head) - 1]),
-        '<p class="soft">Seconds are training time: validation, checkpoints and, for methods that sample, the '
-        f"value of the record are left out. Data passes are counted alike.{escape(legend)}</p>",
-    ]
+    page.text(
+        "Seconds are training time: validation, checkpoints and, for methods that sample, the value of the record are "
+        f"left out. Data passes are counted alike.{legend}",
+        "soft",
+    )
 
 
-def _levels_table(summary: dict[str, Any], key: str, heading: str, unit: str) -> list[str]:
+def _add_levels(page: Page, summary: dict[str, Any], key: str, heading: str, unit: str) -> None:
     ran = {name: found[key] for name, found in summary["methods"].items() if key in found}
     if not ran:
-        return []
+        return
     levels = [f"{level:g}" for level in LEVELS]
     best = {level: min((t[level] for t in ran.values() if t[level] is not None), default=None) for level in levels}
     rows = [[name, *(number(times[level]) for level in levels)] for name, times in ran.items()]
     marked = [[times[level] is not None and times[level] == best[level] for level in levels] for times in ran.values()]
-    return [f"<h2>{heading}</h2>", table(["method", *levels], rows, marked),
-            f'<p class="soft">In {unit}, at the first record at or below; – is never.</p>']  # fmt: skip
+    page.heading(heading)
+    page.add(table(["method", *levels], rows, marked))
+    page.text(f"In {unit}, at the first record at or below; – is never.", "soft")
 
 
-def _speed_ups(summary: dict[str, Any]) -> list[str]:
+def _add_speed_ups(page: Page, summary: dict[str, Any]) -> None:
     tables = summary["speed_up"]
     if not tables or len(next(iter(tables.values()))) < 2:
-        return []
+        return
     options = "".join(f"<option{' selected' if level == '0.1' else ''}>{level}</option>" for level in tables)
-    found = [
-        "<h2>How many times sooner</h2>",
+    page.heading("How many times sooner")
+    page.add(
         f'<p><label>To a relative difference of <select id="level">{options}</select></label>: '
-        "the seconds of the column's method over those of the row's.</p>",
-    ]
-    for level, times in tables.items():
-        names = list(times)
-        rows = [[a, *(_times(times[a].get(b)) if a != b else "" for b in names)] for a in names]
-        found.append(f'<div data-level="{level}"><p class="soft">Relative difference {level}:</p>')
-        found.append(table(["sooner ↓ than →", *names], rows) + "</div>")
-    found.append(
-        '<p class="soft">&gt;: the column never got there in its time, so at least so many times; &lt;: the row never '
-        "did, so at most; –: neither did.</p>"
+        "the seconds of the column's method over those of the row's.</p>"
     )
-    return found
+    for level, times in tables.items():
+        page.add(f'<div data-level="{level}"><p class="soft">Relative difference {level}:</p>')
+        rows = [[a, *(_times(times[a].get(b)) if a != b else "" for b in times)] for a in times]
+        page.add(table(["sooner ↓ than →", *times], rows))
+        page.add("</div>")
+    page.text(
+        ">: the column never got there in its time, so at least so many times; <: the row never did, so at most; "
+        "–: neither did.",
+        "soft",
+    )
 
 
 def _times(found: dict[str, Any] | None) -> str:
     return "–" if found is None else f"{found['bound']} {number(found['times'])}".strip()
 
 
-def _settings(comparison: Comparison) -> list[str]:
+def _add_settings(page: Page, comparison: Comparison) -> None:
     about, ends = comparison.request, {method.name: method.outcome for method in comparison.methods}
     if about is None:
-        return ["<h2>Settings</h2><p>comparison.json, which holds them, is not in the folder.</p>"]
+        page.heading("Settings")
+        page.text("comparison.json, which holds them, is not in the folder.")
+        return
     options = {name: end.options for name, end in ends.items() if end.options}
-    settings = {"data": about.data, **about.settings, "method options": options}
     machines = {name: end.environment for name, end in ends.items() if end.environment}
+    page.circumstances(about.commands, {"data": about.data, **about.settings, "method options": options}, machines)
     known = {name: end.others_busy for name, end in ends.items() if end.others_busy is not None}
-    found = circumstances(about.commands, settings, machines)
     if known:
         text = ", ".join(f"{name} {value:.2f}" for name, value in known.items())
-        kind = ' class="warn"' if max(known.values()) > BUSY else ""
-        found.append(f"<p{kind}>Cores kept busy by other processes during the runs: {escape(text)}.</p>")
-    return found
+        kind = "warn" if max(known.values()) > BUSY else ""
+        page.text(f"Cores kept busy by other processes during the runs: {text}.", kind)
 
 
 @drawing()

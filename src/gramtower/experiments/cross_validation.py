@@ -4,7 +4,7 @@
 works with every model that has ``get_params``, ``fit`` and ``evaluate`` like :class:`gramtower.TwoTower`. Cost: as many
 fits and evaluations as folds.
 
-Intervals. Student's t over folds: mean ± t_{n−1}(½ + level/2) s/√n. Folds share training pairs, so their values are not
+Intervals. Student's t over folds: mean ± t_{n−1}(0.975) s/√n. Folds share training pairs, so their values are not
 independent and the interval is a guide rather than a promise. Bootstrap over users (percentiles): users are drawn with
 replacement, each with all its values in all folds, so that a user who is in every fold does not count as several. Cost
 of the bootstrap: O(replicates · users · folds · metrics) as matrix products, in blocks.
@@ -48,6 +48,7 @@ from gramtower.training.result import Reason
 Interval = tuple[float, float]
 Positions = NDArray[np.int64]
 Fold = tuple[Positions, NDArray[np.floating[Any]]]  # users, as numbers that are the same in all folds, and their values
+LEVEL = 0.95  # of intervals
 _ELEMENTS = 1 << 22  # of a block of drawn users
 
 
@@ -69,30 +70,23 @@ class Evaluated(Estimator, Protocol):
 _Model = TypeVar("_Model", bound=Estimator)
 
 
-def t_interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Return the t interval of the mean of a few values, NaN for fewer than two."""
+def t_interval(values: Sequence[float]) -> Interval:
+    """Return the 95% t interval of the mean of a few values, NaN for fewer than two."""
     array = np.asarray(values, dtype=np.float64)
     n = len(array)
     if n < 2:
         return (math.nan, math.nan)
     from scipy.special import stdtrit  # which `import gramtower` has no other use for
 
-    half = float(stdtrit(n - 1, 0.5 + level / 2)) * float(array.std(ddof=1)) / math.sqrt(n)
+    half = float(stdtrit(n - 1, 0.5 + LEVEL / 2)) * float(array.std(ddof=1)) / math.sqrt(n)
     return (float(array.mean()) - half, float(array.mean()) + half)
 
 
-def bootstrap_interval(
-    folds: Sequence[Fold], *, level: float = 0.95, replicates: int = 1000, seed: int = 0
-) -> Interval:
-    """Return the bootstrap interval of the mean over folds of the means over users; NaN stands for no value."""
-    single = [(keys, np.asarray(values)[:, None]) for keys, values in folds]
-    return bootstrap_intervals(single, level=level, replicates=replicates, seed=seed)[0]
+def bootstrap_intervals(folds: Sequence[Fold], *, replicates: int = 1000, seed: int = 0) -> list[Interval]:
+    """Return 95% intervals of several means over folds of means over users, with the same draws of users.
 
-
-def bootstrap_intervals(
-    folds: Sequence[Fold], *, level: float = 0.95, replicates: int = 1000, seed: int = 0
-) -> list[Interval]:
-    """Return the intervals of several means (values: users × means) with the same draws of users."""
+    The values of a fold are users × means; NaN stands for no value.
+    """
     users, width = 1 + max(int(keys.max(initial=-1)) for keys, _ in folds), folds[0][1].shape[1]
     sums, counts = np.zeros((users, width, len(folds))), np.zeros((users, width, len(folds)))
     for fold, (keys, values) in enumerate(folds):
@@ -117,12 +111,12 @@ def bootstrap_intervals(
         total, count = np.where(there, by_fold, 0.0).sum(-1), there.sum(-1)
         found.append(np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0))
     finite = [values[np.isfinite(values)] for values in np.concatenate(found).T]
-    ends = [0.5 - level / 2, 0.5 + level / 2]
+    ends = [0.5 - LEVEL / 2, 0.5 + LEVEL / 2]
     spans = [np.quantile(values, ends).tolist() if len(values) else [math.nan, math.nan] for values in finite]
     return [(low, high) for low, high in spans]
 
 
-_SHOWN = 10  # folds whose values a repr lists
+_SHOWN = 10  # folds whose values a table lists
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,25 +152,22 @@ class CrossValidation:
             for metric, mean in self.mean.items()
         }
 
-    def __repr__(self) -> str:
-        heads = ["", "mean", "95% over folds", "95% over users", "folds"]
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return heads and rows of a table, with the values of the first folds."""
         rows = []
         for metric, mean in self.mean.items():
             values = " ".join(f"{value:.4f}" for value in self.values(metric)[:_SHOWN])
             more = " …" if len(self.folds) > _SHOWN else ""
             spans = [span(self.interval[metric]), span(self.user_interval.get(metric))]
             rows.append([metric, f"{mean:.4f}", *spans, values + more])
-        return "\n".join([f"CrossValidation of {len(self.folds)} folds", *text_table(heads, rows)])
+        return ["", "mean", "95% over folds", "95% over users", "folds"], rows
+
+    def __repr__(self) -> str:
+        return "\n".join([f"CrossValidation of {len(self.folds)} folds", *text_table(*self.table())])
 
     def _repr_html_(self) -> str:
-        count = min(_SHOWN, len(self.folds))
-        heads = ["metric", "mean", "95% over folds", "95% over users", *(f"fold {i + 1}" for i in range(count))]
-        rows = [
-            (metric, mean, span(self.interval[metric]), span(self.user_interval.get(metric)),
-             *self.values(metric)[:count].tolist())
-            for metric, mean in self.mean.items()
-        ]  # fmt: skip
-        return html.card(f"CrossValidation of {len(self.folds)} folds", html.table(heads, rows))
+        heads, rows = self.table()
+        return html.card(f"CrossValidation of {len(self.folds)} folds", html.table(heads, rows, longest=None))
 
 
 def text_table(heads: list[str], rows: list[list[str]]) -> list[str]:
@@ -313,11 +304,9 @@ def _user_intervals(
     """Return bootstrap intervals of the metrics that every fold has for each user."""
     index: dict[object, int] = {}
     keys = [np.asarray([index.setdefault(key, len(index)) for key in ids.tolist()], dtype=np.int64) for ids, _ in users]
-    return {
-        name: bootstrap_interval([(own, values[name]) for own, (_, values) in zip(keys, users, strict=True)], seed=seed)
-        for name in names
-        if all(name in values for _, values in users)
-    }
+    of_users = [name for name in names if all(name in values for _, values in users)]
+    folds = {name: [(own, one[name][:, None]) for own, (_, one) in zip(keys, users, strict=True)] for name in of_users}
+    return {name: bootstrap_intervals(parts, seed=seed)[0] for name, parts in folds.items()}
 
 
 def span(interval: Interval | None) -> str:

@@ -1,10 +1,11 @@
-"""Parts that the pages of all runs share: figures by matplotlib, which is optional, commands, settings and machines.
+"""The builder of the pages of all runs, and their figures, which matplotlib draws if it is installed.
 
 The same numbers give the same SVG, byte for byte.
 """
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,15 +45,9 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of a size in inches that belongs to no window."""
-    made: Figure = need("matplotlib.figure", "drawing").Figure(figsize=(width, height), layout="constrained")
-    return made
-
-
 def panels(width: float, height: float, count: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its axes, side by side."""
-    figure = new_figure(width, height)
+    """Return a figure of a size in inches that belongs to no window, and its axes, side by side."""
+    figure: Figure = need("matplotlib.figure", "drawing").Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
@@ -76,34 +71,78 @@ def as_svg(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def drawn(make: Callable[[], Figure], caption: str, problems: list[str]) -> str:
-    """Return a figure as HTML; without matplotlib a line that says how to get it, once for all figures of a page."""
-    try:
-        return html.picture(as_svg(make()), caption)
-    except ImportError as error:
-        problem = f"no figures: {error}"
-        if problem in problems:
-            return ""
-        problems.append(problem)
-        return f"<p>{escape(str(error))}</p>"
+class Page:
+    """The page of a run, built part by part. It needs no other file.
 
+    Attributes:
+        problems: what could not be made, and why.
+    """
 
-def circumstances(
-    commands: Sequence[str], settings: Mapping[str, Mapping[str, object]], machines: Mapping[str, Mapping[str, object]]
-) -> list[str]:
-    """Return the end of a page: command lines, settings in groups, and the machines that runs ran on."""
-    found = ["<h2>Command</h2>", *(f"<pre>{escape(command)}</pre>" for command in commands)] if commands else []
-    groups = {name: {k: v for k, v in part.items() if v is not None} for name, part in settings.items()}
-    if any(groups.values()):
-        found += ["<h2>Settings</h2>", *(html.listing(name, part) for name, part in groups.items() if part)]
-    places: dict[str, list[str]] = {}
-    for name, environment in machines.items():
-        places.setdefault(json.dumps({k: v for k, v in environment.items() if k != "date"}), []).append(name)
-    if places:
-        found.append("<h2>Machine</h2>")
-    if len(places) > 1:
-        found.append('<p class="warn">Runs were on different machines or versions; their times do not compare.</p>')
-    return [*found, *(html.listing(", ".join(names), machines[names[0]]) for names in places.values())]
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.problems: list[str] = []
+        self._parts: list[str] = []
+
+    def add(self, *parts: str) -> None:
+        """Add parts that are HTML already, such as tables."""
+        self._parts += parts
+
+    def heading(self, text: str) -> None:
+        """Add a heading."""
+        self.add(f"<h2>{escape(text)}</h2>")
+
+    def text(self, text: str, kind: str = "", strong: bool = False) -> None:
+        """Add a paragraph; ``kind`` is a class of page.css: "warn", "soft" or "mark"."""
+        shown = f"<strong>{escape(text)}</strong>" if strong else escape(text)
+        self.add(f'<p class="{kind}">{shown}</p>' if kind else f"<p>{shown}</p>")
+
+    def figure(self, make: Callable[[], Figure], caption: str) -> None:
+        """Add a figure; without matplotlib a line that says how to get it, once for all figures of a page."""
+        try:
+            source = base64.b64encode(as_svg(make())).decode("ascii")
+        except ImportError as error:
+            if (problem := f"no figures: {error}") not in self.problems:
+                self.problems.append(problem)
+                self.text(str(error))
+            return
+        words = escape(caption)
+        image = f'<img alt="{words}" src="data:image/svg+xml;base64,{source}">'
+        self.add(f"<figure><figcaption>{words}</figcaption>{image}</figure>")
+
+    def circumstances(
+        self,
+        commands: Sequence[str],
+        settings: Mapping[str, Mapping[str, object]],
+        machines: Mapping[str, Mapping[str, object]],
+    ) -> None:
+        """Add the end of a page: command lines, settings in groups, and the machines that runs ran on."""
+        if commands:
+            self.heading("Command")
+            self.add(*(f"<pre>{escape(command)}</pre>" for command in commands))
+        groups = {name: {k: v for k, v in part.items() if v is not None} for name, part in settings.items()}
+        if any(groups.values()):
+            self.heading("Settings")
+        for name, part in groups.items():
+            self._listing(name, part)
+        places: dict[str, list[str]] = {}
+        for name, environment in machines.items():
+            places.setdefault(json.dumps({k: v for k, v in environment.items() if k != "date"}), []).append(name)
+        if places:
+            self.heading("Machine")
+        if len(places) > 1:
+            self.text("Runs were on different machines or versions; their times do not compare.", "warn")
+        for names in places.values():
+            self._listing(", ".join(names), machines[names[0]])
+
+    def _listing(self, name: str, values: Mapping[str, object]) -> None:
+        """Add names and values of any length as preformatted lines below a name."""
+        if values:
+            lines = [f"{key}: {one if isinstance(one, str) else json.dumps(one)}" for key, one in values.items()]
+            self.add((f"<p>{escape(name)}</p>" if name else "") + f"<pre>{escape(chr(10).join(lines))}</pre>")
+
+    def html(self, data: Mapping[str, object] | None = None, script: str = "") -> str:
+        """Return the page, with the data that a script draws."""
+        return html.document(self.title, self._parts, data, script)
 
 
 @drawing()

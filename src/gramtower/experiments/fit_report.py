@@ -16,10 +16,10 @@ import scipy.sparse as sp
 from numpy.typing import NDArray
 
 from gramtower._util.files import plain
-from gramtower._util.html import document, number
+from gramtower._util.html import number
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import without
-from gramtower.experiments.figures import circumstances, degree_figure, drawn, run_figure, table
+from gramtower.experiments.figures import Page, degree_figure, run_figure, table
 from gramtower.metrics.definitions import DEFAULT
 from gramtower.metrics.tally import GROUPS, terciles
 from gramtower.model.fit_data import own_pairs
@@ -189,132 +189,121 @@ def fit_page(run: FitRun) -> tuple[str, dict[str, Any], list[str]]:
         content["iterations"] = content.pop("iteration")
         content["objective"] = run.summary.get("objective", run.last[-1].value)
     content |= {"metric": metric, "metric_value": run.summary.get("metric_value")} if metric else {}
-    problems: list[str] = []
-    body = _opening(content)
-    body += _curves(run, metric, problems)
+    page = Page(f"Fit: {run.title}")
+    _add_opening(page, content)
+    _add_curves(page, run, metric)
     if run.model is not None:
-        data, numbers = _data(run.model, problems)
-        body += data
-        content["data"] = numbers
-        by_group, groups = _measured(run.model, run, metric)
-        body += by_group
+        content["data"] = _add_data(page, run.model)
+        groups = _add_groups(page, run.model, run, metric)
         content["measured"] = {"pairs": None if run.held_out is None else run.held_out[1], "groups": groups}
-        body += _examples(run)
-    tables = {name: {k: v for k, v in part.items() if v not in ({}, [])} for name, part in run.settings.items()}
+        _add_examples(page, run.model, run)
+    tables = {f"[{name}]": {k: v for k, v in part.items() if v not in ({}, [])} for name, part in run.settings.items()}
     environment = run.summary.get("environment")
-    machines = {"": environment} if isinstance(environment, dict) else {}
-    body += circumstances((), {f"[{name}]": part for name, part in tables.items()}, machines)
-    return document(f"Fit: {run.title}", body), plain(content), problems
+    page.circumstances((), tables, {"": environment} if isinstance(environment, dict) else {})
+    return page.html(), plain(content), page.problems
 
 
-def _opening(content: Mapping[str, Any]) -> list[str]:
-    parts = [f'<p{"" if content["status"] == "finished" else " class=warn"}><strong>'
-             f"{escape(content['status'].capitalize())}</strong>: {escape(content['message'])}.</p>"]  # fmt: skip
+def _add_opening(page: Page, content: Mapping[str, Any]) -> None:
+    kind = "" if content["status"] == "finished" else " class=warn"
+    status, message = escape(content["status"].capitalize()), escape(content["message"])
+    page.add(f"<p{kind}><strong>{status}</strong>: {message}.</p>")
     if "iterations" in content:
         text = f"{content['iterations']:,} iterations in {number(content['seconds'])} s of training, "
         text += f"objective {number(content['objective'], 6)}"
         if content.get("metric_value") is not None:
             text += f", best {content['metric']} {number(content['metric_value'], 4)} on the validation pairs"
-        parts.append(f"<p>{escape(text)}.</p>")
-    return parts
+        page.text(f"{text}.")
 
 
-def _curves(run: FitRun, metric: str | None, problems: list[str]) -> list[str]:
+def _add_curves(page: Page, run: FitRun, metric: str | None) -> None:
+    page.heading("Curves")
     if not run.last:
-        return ["<h2>Curves</h2><p>There is no record of an iteration yet.</p>"]
+        page.text("There is no record of an iteration yet.")
+        return
     caption = f"Objective, and {metric} on the validation pairs, by iteration" if metric else "Objective by iteration"
-    chart = drawn(lambda: run_figure(run.runs, metric), caption, problems)
-    head = ["", "iterations", "objective at the start", "at the end"]
-    head += [*([f"best {metric}, validation"] if metric else []), "seconds"]
+    page.figure(lambda: run_figure(run.runs, metric), caption)
+    best = [f"best {metric}, validation"] if metric else []
     rows = []
     for name, records in run.runs.items():
         if records:
-            best = max((r.metric for r in records if r.metric is not None), default=None)
+            largest = max((r.metric for r in records if r.metric is not None), default=None)
             cells = [number(records[-1].iteration), number(records[0].value, 6), number(records[-1].value, 6)]
-            rows.append([name, *cells, *([number(best, 4)] if metric else []), number(records[-1].seconds)])
-    return ["<h2>Curves</h2>", chart, table(head, rows)]
+            rows.append([name, *cells, *(number(largest, 4) for _ in best), number(records[-1].seconds)])
+    page.add(table(["", "iterations", "objective at the start", "at the end", *best, "seconds"], rows))
 
 
-def _data(model: FittedModel, problems: list[str]) -> tuple[list[str], dict[str, object]]:
-    m, n = model.trained.shape
-    counts = degrees(model.trained)
-    density = model.trained.nnz / max(1, m * n)
-    numbers: dict[str, object] = {"left": m, "right": n, "pairs": int(model.trained.nnz), "density": density}
-    left, right = _called(model)
-    text = f"{m:,} {left} × {n:,} {right} entities, {model.trained.nnz:,} pairs: {density:.3%} of all"
-    added = [(name, side.added) for name, side in ((left, model.left), (right, model.right)) if side.added]
-    text += "".join(f"; of the {name} entities {count:,} were added after training" for name, count in added)
-    found = ["<h2>Data</h2>", f"<p>{escape(text)}.</p>"]
-    named = dict(zip((left, right), counts.values(), strict=True))
-    found.append(drawn(lambda: degree_figure(named), "Entities by their number of training pairs", problems))
+def _add_data(page: Page, model: FittedModel) -> dict[str, object]:
+    """Add the sizes of the data; return them."""
+    (m, n), pairs, called = model.trained.shape, int(model.trained.nnz), _called(model)
+    density = pairs / max(1, m * n)
+    text = f"{m:,} {called[0]} × {n:,} {called[1]} entities, {pairs:,} pairs: {density:.3%} of all"
+    for name, side in zip(called, (model.left, model.right), strict=True):
+        text += f"; of the {name} entities {side.added:,} were added after training" if side.added else ""
+    page.heading("Data")
+    page.text(f"{text}.")
+    named = dict(zip(called, degrees(model.trained).values(), strict=True))
+    page.figure(lambda: degree_figure(named), "Entities by their number of training pairs")
     quantiles = degree_quantiles(model.trained)
-    rows = [
-        [name, *(number(value) for value in values.values())]
-        for name, values in zip((left, right), quantiles.values(), strict=True)
-    ]
-    numbers |= {f"pairs_per_{side}": values for side, values in quantiles.items()}
-    return [*found, table(["pairs per entity", *QUANTILES, "without any"], rows)], numbers
+    rows = [[name, *map(number, values.values())] for name, values in zip(called, quantiles.values(), strict=True)]
+    page.add(table(["pairs per entity", *QUANTILES, "without any"], rows))
+    sizes = {"left": m, "right": n, "pairs": pairs, "density": density}
+    return sizes | {f"pairs_per_{side}": values for side, values in quantiles.items()}
 
 
-def _measured(model: FittedModel, run: FitRun, metric: str | None) -> tuple[list[str], list[dict[str, object]]]:
-    heading = "<h2>Metrics by popularity and activity</h2>"
+def _add_groups(page: Page, model: FittedModel, run: FitRun, metric: str | None) -> list[dict[str, object]]:
+    """Add metrics by popularity and activity; return them."""
+    page.heading("Metrics by popularity and activity")
     if run.held_out is None:
-        text = "The model keeps no validation pairs to measure it on. gramtower report RUN --test FILE measures others."
-        return [heading, f"<p>{escape(text)}</p>"], []
-    truth, called = run.held_out
-    left, right = _called(model)
+        page.text(
+            "The model keeps no validation pairs to measure it on. gramtower report RUN --test FILE measures others."
+        )
+        return []
+    (truth, name_of_pairs), (left, right) = run.held_out, _called(model)
     names = tuple(dict.fromkeys([*([metric] if metric and "@" in metric else []), *DEFAULT]))
     groups = groups_of(model, truth, names)
-    head = ["group", "training pairs each", "entities", "held-out pairs", "users", *names]
-    rows = []
-    for one in groups:
-        span = f"{one.least:,}–{one.most:,}" if one.least != one.most else f"{one.least:,}"
-        counts = [number(count) for count in (one.entities, one.pairs, one.users)]
-        rows.append([one.name, span, *counts, *(number(one.metrics.get(name), 4) for name in names)])
-    note = (
-        f"Popularity low, mid and high are thirds of the {right} entities by their training pairs: only held-out pairs "
-        f"with these count. Activity low, mid and high are thirds of the {left} entities by theirs. Users are those "
-        "that the metrics are means over. The training pairs of a user are left out of its ranking."
-    )
-    left_out = f" {run.left_out:,} pairs of entities that the model does not know are left out." if run.left_out else ""
-    other = ""
+    text = f"On {name_of_pairs}."
+    text += f" {run.left_out:,} pairs of entities that the model does not know are left out." if run.left_out else ""
     if run.tested and metric:
-        other = (
+        text += (
             " These are test pairs, which training has not seen. Their numbers do not compare with those of the curve "
             "and of the summary above, which are measured on other pairs, those of the validation."
         )
-    return [
-        heading,
-        f"<p>On {escape(called)}.{escape(left_out)}{other}</p>",
-        table(head, rows),
-        f'<p class="soft">{note}</p>',
-    ], [asdict(group) for group in groups]
+    page.text(text)
+    rows = []
+    for one in groups:
+        span = f"{one.least:,}–{one.most:,}" if one.least != one.most else f"{one.least:,}"
+        counts = map(number, (one.entities, one.pairs, one.users))
+        rows.append([one.name, span, *counts, *(number(one.metrics.get(name), 4) for name in names)])
+    page.add(table(["group", "training pairs each", "entities", "held-out pairs", "users", *names], rows))
+    page.text(
+        f"Popularity low, mid and high are thirds of the {right} entities by their training pairs: only held-out pairs "
+        f"with these count. Activity low, mid and high are thirds of the {left} entities by theirs. Users are those "
+        "that the metrics are means over. The training pairs of a user are left out of its ranking.",
+        "soft",
+    )
+    return [asdict(group) for group in groups]
 
 
-def _examples(run: FitRun) -> list[str]:
-    model = run.model
-    assert model is not None
+def _add_examples(page: Page, model: FittedModel, run: FitRun) -> None:
     found = examples(model, None if run.held_out is None else run.held_out[0])
     if not found:
-        return []
+        return
     left, right = _called(model)
-    cards = []
+    bold = " Held-out pairs are bold." if any(any(one.hits) for one in found) else ""
+    page.heading("Examples of lists")
+    page.text(f"The best {right} entities for {left} entities with few to many pairs.{bold}")
+    page.add('<div class="lists">')
     for one in found:
         known, listed = (
             [escape(_name(model.right, run.titles.get("right"), column)) for column in columns]
             for columns in (one.known, one.listed)
         )
-        places = "".join(
-            f"<li{' class=best' if hit else ''}>{name}</li>" for name, hit in zip(listed, one.hits, strict=True)
-        )
-        title = f"{left} {_name(model.left, run.titles.get('left'), one.row)}"
-        has = f"{one.pairs:,} training pairs, such as " if known else "no training pairs"
-        cards.append(
-            f'<section><h3>{escape(title)}</h3><p class="soft">{has}{"; ".join(known)}</p><ol>{places}</ol></section>'
-        )
-    bold = " Held-out pairs are bold." if any(any(one.hits) for one in found) else ""
-    text = f"The best {right} entities for {left} entities with few to many pairs.{bold}"
-    return ["<h2>Examples of lists</h2>", f"<p>{escape(text)}</p>", f'<div class="lists">{"".join(cards)}</div>']
+        title = escape(f"{left} {_name(model.left, run.titles.get('left'), one.row)}")
+        has = f"{one.pairs:,} training pairs, such as {'; '.join(known)}" if known else "no training pairs"
+        marks = (" class=best" if hit else "" for hit in one.hits)
+        places = "".join(f"<li{mark}>{name}</li>" for name, mark in zip(listed, marks, strict=True))
+        page.add(f'<section><h3>{title}</h3><p class="soft">{has}</p><ol>{places}</ol></section>')
+    page.add("</div>")
 
 
 def _called(model: FittedModel) -> tuple[str, str]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gramtower._util import html
 from gramtower._util.checks import config_hidden
 from gramtower._util.files import as_path, build, config_text, plain, write_text
-from gramtower.experiments.figures import circumstances, drawn, search_figure, table
+from gramtower.experiments.figures import Page, search_figure, table
 from gramtower.experiments.tuning.space import Value
-from gramtower.experiments.tuning.study import Tried, pick
+from gramtower.experiments.tuning.study import pick
+from gramtower.experiments.tuning.trial import Tried
 from gramtower.model.settings import SETTINGS
 
 if TYPE_CHECKING:
@@ -51,9 +51,8 @@ class Search:
         base: the model's own arguments.
         interrupted: whether Ctrl-C ended it.
         verdict: a sentence: whether a trial replaces the defaults, and by how much it is better.
-        confirmations: trials that were trained once more before one of them won. Trials that had started warm were
-            trained from a cold start, which is then also their record among ``trials``; where entities were held out,
-            the defaults and their replacement were trained with other entities held out.
+        confirmations: with held-out entities, the defaults and the trials that were trained once more, with other
+            entities held out, before one of them won.
     """
 
     metric: str
@@ -74,6 +73,11 @@ class Search:
     def best(self) -> Tried:
         """The trial that won."""
         return next(t for t in self.trials if t.number == self.winner)
+
+    @property
+    def density(self) -> float:
+        """The share of all pairs that are there to learn from."""
+        return self.data.get("pairs", 0) / max(1, self.data.get("left", 0) * self.data.get("right", 0))
 
     @property
     def caution(self) -> str:
@@ -123,9 +127,10 @@ class Search:
 
     def _confirmations(self) -> Table:
         rows = [
-            [str(t.number), f"{t.value:.4f}", t.repeated, str(len(t.curve) - 1), f"{t.seconds:.1f}"]
+            [str(t.number), f"{t.value:.4f}", "on other held-out entities" if t.confirmed is None else "cold start",
+             str(len(t.curve) - 1), f"{t.seconds:.1f}"]
             for t in self.confirmations
-        ]
+        ]  # fmt: skip
         return ["trained again", self.metric, "how", "iterations", "seconds"], rows
 
     def __repr__(self) -> str:
@@ -195,25 +200,26 @@ class Search:
         }
         return content
 
+    def _sentences(self) -> list[str]:
+        """Return the data, the result, and how far the numbers can be trusted, as sentences."""
+        best, data = self.best, self.data
+        left, right, pairs = (data.get(name, 0) for name in ("left", "right", "pairs"))
+        sizes = f"{left:,} left × {right:,} right entities, {pairs:,} pairs to learn from: {self.density:.3%} of all. "
+        sizes += f"{data.get('ranked_users', 0):,} users were ranked in each trial"
+        for side in ("left", "right"):
+            if count := data.get(f"held_out_{side}"):
+                sizes += f"; {count:,} {side} entities were held out with all their pairs"
+        result = (
+            f"{self.metric} on the validation part: {best.value:.4f} by trial {best.number}, iteration "
+            f"{best.iteration}; {self.trials[0].value:.4f} with the model's own settings (trial 0). "
+            f"{len(self.trials):,} trials in {self.seconds:.0f} s."
+        )
+        result += f" {self.verdict[0].upper()}{self.verdict[1:]}." if self.verdict else ""
+        return [result, f"{sizes}.", self.caution]
+
     def markdown(self) -> str:
         """Return the report as Markdown."""
-        best, data = self.best, self.data
-        held = "".join(
-            f"; {data[f'held_out_{side}']:,} {side} entities were held out with all their pairs"
-            for side in ("left", "right")
-            if f"held_out_{side}" in data
-        )
-        lines = [
-            "# Tuning",
-            "",
-            f"{len(self.trials)} trials in {self.seconds:.0f} s; {self.metric} of {data['ranked_users']:,} users on a "
-            f"validation part of the {data['left']:,} × {data['right']:,} training data{held}. Found: "
-            f"{best.value:.4f} (trial {best.number}, iteration {best.iteration}); at the defaults: "
-            f"{self.trials[0].value:.4f} (trial 0).",
-            *(["", f"{self.verdict[0].upper()}{self.verdict[1:]}."] if self.verdict else []),
-            "",
-            self.caution,
-        ]
+        lines = ["# Tuning", *(line for text in self._sentences() for line in ("", text))]
         for heads, rows in (self.metrics_table(), self._choices(), self._trials(), self._confirmations()):
             if rows:
                 cells = [heads, ["---"] * len(heads), *rows]
@@ -287,17 +293,15 @@ def trial_lines(say: Callable[[str], None]) -> Callable[[Search], None]:
         nonlocal count
         if len(found.trials) > count:  # not again for the last one when the search ends
             last, best = found.trials[-1], pick(found.trials)
-            how = f"warm from {last.warm_from}" if last.warm_from is not None else "cold"
-            how = how if last.same_as is None else f"same as {last.same_as}"
-            end = "given up" if last.pruned else f"{len(last.curve) - 1} iterations"
+            end = last.note or f"{len(last.curve) - 1} iterations"
             say(
-                f"trial {last.number:3d}  {found.metric} {last.value:.4f}  {how}, {end}, {last.seconds:.1f} s"
+                f"trial {last.number:3d}  {found.metric} {last.value:.4f}  {end}, {last.seconds:.1f} s"
                 f"   best {best.value:.4f} (trial {best.number})"
             )
         count = len(found.trials)
         for again in found.confirmations:  # when the search ends
             value = f"{found.metric} {again.value:.4f}"
-            say(f"trial {again.number:3d}  {value}  again, {again.repeated}, {again.seconds:.1f} s")
+            say(f"trial {again.number:3d}  {value}  again, on other held-out entities, {again.seconds:.1f} s")
 
     return report
 
@@ -308,39 +312,33 @@ def tuning_page(search: Search, title: str) -> tuple[str, dict[str, Any], list[s
     Returns:
         HTML, the numbers in it, and a list of what could not be made and why.
     """
-    best, own, metric, data = search.best, search.trials[0], search.metric, search.data
-    problems: list[str] = []
-    left, right, pairs = (data.get(name, 0) for name in ("left", "right", "pairs"))
-    density = pairs / max(1, left * right)
-    sizes = (
-        f"{left:,} left × {right:,} right entities, {pairs:,} pairs to learn from: {density:.3%} of all. "
-        f"{data.get('ranked_users', 0):,} users were ranked in each trial."
-    )
-    result = (
-        f"{metric} on the validation part: {best.value:.4f} by trial {best.number}, iteration {best.iteration}; "
-        f"{own.value:.4f} with the model's own settings (trial 0). {len(search.trials):,} trials in "
-        f"{search.seconds:.0f} s"
-    )
-    result += f"; {search.verdict}." if search.verdict else "."
+    best, own, metric = search.best, search.trials[0], search.metric
+    page = Page(f"Tuning: {title}")
+    result, sizes, caution = search._sentences()
+    page.text(result, strong=True)
+    page.text(sizes)
     heads, measured = search.metrics_table()
-    body = [f"<p><strong>{escape(result)}</strong></p>", f"<p>{escape(sizes)}</p>"]
-    body += [table(heads, measured)] if measured else []
-    body.append(f"<p>{escape(search.caution)}</p>")
+    if measured:
+        page.add(table(heads, measured))
+    page.text(caution)
     if search.interrupted:
-        body.append('<p class="warn">The search was interrupted; the same command continues it.</p>')
-    caption = f"{metric} of each trial, their curves, and importance of choices"
+        page.text("The search was interrupted; the same command continues it.", "warn")
+    page.heading("Trials")
+    page.figure(search.plot, f"{metric} of each trial, their curves, and importance of choices")
+    page.heading("Settings found")
+    page.add(table(*search._choices()))
+    page.heading("All trials")
     heads, rows = search._trials()
-    marked = [[t.number == search.winner] * (len(heads) - 1) for t in search._ordered()]
-    body += ["<h2>Trials</h2>", drawn(search.plot, caption, problems)]
-    body += ["<h2>Settings found</h2>", table(*search._choices()), "<h2>All trials</h2>", table(heads, rows, marked)]
+    page.add(table(heads, rows, [[t.number == search.winner] * (len(heads) - 1) for t in search._ordered()]))
     if search.confirmations:
-        body += ["<h2>Trained again</h2>", table(*search._confirmations())]
-    body += circumstances((), {f"[{name}]": plain(part) for name, part in search.tables().items()}, {})
+        page.heading("Trained again")
+        page.add(table(*search._confirmations()))
+    page.circumstances((), {f"[{name}]": plain(part) for name, part in search.tables().items()}, {})
     content = {
         "kind": "tuning", "title": title, "metric": metric, "value": best.value, "trial": best.number,
         "trials": len(search.trials), "confirmations": len(search.confirmations), "at_defaults": own.value,
         "seconds": search.seconds, "importance": search.importance, "arguments": search.arguments,
-        "data": {**data, "density": density}, "interrupted": search.interrupted, "verdict": search.verdict,
-        "metrics": {"own settings": own.metrics, "found": best.metrics},
+        "data": {**search.data, "density": search.density}, "interrupted": search.interrupted,
+        "verdict": search.verdict, "metrics": {"own settings": own.metrics, "found": best.metrics},
     }  # fmt: skip
-    return html.document(f"Tuning: {title}", body), plain(content), problems
+    return page.html(), plain(content), page.problems

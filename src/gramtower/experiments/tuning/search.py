@@ -1,10 +1,9 @@
 """`TwoTower.tune`: optuna proposes settings, trials rank them on an inner validation part, and the best are confirmed.
 
-The loop asks for settings (the first are the defaults), starts from the solution of the nearest finished trial or cold,
-trains while watching the curve, and records the outcome. Proposals depend only on the seed and on the finished trials,
-so that a search is the same each time, and a resumed one goes the same way. A winner that started warm is trained again
-from a cold start, because that is how its settings will be used. The defaults are trained in full, and stay unless a
-trial is better beyond noise (study.py); where entities were held out, on two draws of them.
+The loop asks for settings (the first are the defaults), trains while watching the curve, and records the outcome.
+Proposals depend only on the seed and on the finished trials, so that a search is the same each time, and a resumed one
+goes the same way. The defaults are trained in full, and stay unless a trial is better beyond noise (study.py); where
+entities were held out, on two draws of them.
 
 A time limit covers everything from the first split to the last confirmation, whose time is reserved. Only the first
 trial runs to its end whatever the limit. Larger towers are tried only while there is time for many trials.
@@ -29,11 +28,11 @@ from gramtower.data.interactions import PairsLike
 from gramtower.distributed.group import current_group
 from gramtower.experiments.tuning.report import Search
 from gramtower.experiments.tuning.space import NAMES, Space, Value, as_space, default_space, effective, linear
-from gramtower.experiments.tuning.study import Gain, Log, Solutions, Tried, Verdict, gain, judge, pick, request
+from gramtower.experiments.tuning.study import Gain, Log, Verdict, gain, judge, pick, request
 from gramtower.experiments.tuning.trial import (
     Both,
-    Outcome,
     Parts,
+    Tried,
     changed_arguments,
     make_parts,
     make_parts_of_entities,
@@ -48,13 +47,11 @@ from gramtower.model.fitted import Selection
 from gramtower.model.penalty_path import select
 from gramtower.model.settings import ModelSettings
 from gramtower.training.checkpoint import locked
-from gramtower.training.result import Reason
 
 #: Arguments of the model that a name of the space stands for, where they differ.
 _ARGUMENT = {"penalty": "embedding_l2", "left_power": "left_weights", "right_power": "right_weights"}
 _FAILURES = (ValueError, RuntimeError, MemoryError, ArithmeticError)  # of a trial, which the search outlives
-_CONFIRM = 3  # winners of warm starts that are trained again from a cold one, at most
-_WARM_BYTES = 2 * 10**9
+_CONFIRM = 3  # trials that are confirmed on other entities, at most
 _ROOM = 12  # times the first trial's seconds, which must be left for larger towers to be tried
 
 
@@ -101,13 +98,11 @@ def tune(
     about = request(parts, data, chosen, metric, seed, model)
     del data
     with _folder(storage) as folder, locked(folder, name="storage"):
-        # with held-out entities trials are few and cold: each builds on the best so far
+        # with held-out entities trials are few: each builds on the best so far
         log = Log(folder, about, chosen, start, from_best=parts.unseen is not None)
-        solutions = Solutions(folder / "weights", _WARM_BYTES)
-        run = _Run(model, parts, start, chosen, metric, seed, log, solutions, limit, began, others)
-        run.path = path
+        run = _Run(model, parts, start, chosen, metric, seed, log, limit, began, others, path)
         run.search(count, progress)
-        found = run.confirm() if parts.unseen is None else run.confirm_on_others()
+        found = run.result() if parts.unseen is None else run.confirm_on_others()
     if progress is not None:
         progress(found)
     return found
@@ -170,12 +165,11 @@ class _Run:
     metric: str
     seed: int
     log: Log
-    solutions: Solutions
     limit: float | None
     began: float
     others: Callable[[], Parts]
+    path: Selection | None
     interrupted: bool = False
-    path: Selection | None = None
     again: list[Tried] = field(default_factory=list)  # trials that were trained once more
     first_seconds: float = 0.0  # of the first trial, looks included
 
@@ -189,43 +183,27 @@ class _Run:
 
     def search(self, trials: int, progress: Callable[[Search], None] | None) -> None:
         """Run trials until there are enough of them or time is up."""
-        self.solutions.drop({t.number: t.value for t in self.log.trials})  # files that a killed process did not delete
         self.first_seconds = next((t.seconds for t in self.log.trials), 0.0)
         while self.log.ended < trials and not self._late(self._kept_back()) and not self.interrupted:
             self._trial()
             if progress is not None and not self.interrupted:
                 progress(self.result())
 
-    def confirm(self) -> Search:
-        """Return the result; its winner started cold, or was trained again from a cold start if there was time."""
-        while not self.interrupted and len(self.again) < _CONFIRM:
-            best = self.result().best
-            if best.started_cold or self._confirmed(best, self._cold) is None:
-                break
-        found = self.result()
-        return found if found.best.started_cold else self.result(cold_only=True)
-
-    def _cold(self, tried: Tried) -> Outcome:
-        return self._train(tried.settings, None, None, True)
-
-    def _confirmed(self, tried: Tried, train: Callable[[Tried], Outcome]) -> Tried | None:
-        """Return the record of a trial trained once more, from the log or now; None without time or memory."""
+    def _confirmed(self, tried: Tried) -> Tried | None:
+        """Return the record of a trial on the second part, from the log or now; None without time or memory."""
         known = next((t for t in self.log.confirmations if t.number == tried.number), None)
         if known is None:
             if self._late():
                 return None
             try:
-                outcome = train(tried)
-                self.interrupted = outcome.reason is Reason.INTERRUPTED
-                if outcome.late or self.interrupted:
-                    return None
-                known = tried.again(outcome)
-                self.log.confirm(known)
+                known = self._train(tried.number, tried.settings, self.second)
             except KeyboardInterrupt:
                 self.interrupted = True
-                return None
             except _FAILURES:
+                pass
+            if known is None:
                 return None
+            self.log.confirm(known)
         self.again.append(known)
         return known
 
@@ -256,29 +234,15 @@ class _Run:
         """Return the gain of a trial on the second part; None if there is no time."""
         if self.second is None:
             return None
-        first = self.again[0] if self.again else self._confirmed(self.log.trials[0], self._on_others)
-        other = None if first is None else self._confirmed(winner, self._on_others)
+        first = self.again[0] if self.again else self._confirmed(self.log.trials[0])
+        other = None if first is None else self._confirmed(winner)
         return None if other is None or first is None else gain(other, first)
 
-    def _on_others(self, tried: Tried) -> Outcome:
-        """Train a trial on the second part; the first to be trained are the defaults."""
-        assert self.second is not None
-        first = self.again[0].value if self.again else None
-        arguments = model_arguments(tried.settings, self.model, self.parts.matrix, self.start)
-        model = self.model.with_changes(**{**arguments, "metric": self.metric, "seed": _other(self.model.seed)})
-        return run_trial(
-            model, tried.settings, self.second, warm=None, first=first, best=first,
-            seed=_other(self.seed),
-            deadline=None if self.limit is None else self.began + self.limit,
-        )  # fmt: skip
-
-    def result(self, cold_only: bool = False, verdict: Verdict | None = None) -> Search:
-        """Return the search so far; records of cold confirmations replace the first records of their trials."""
-        cold = {t.number: t for t in self.again if t.confirmed is not None}
-        tried = [cold.get(t.number, t) for t in self.log.trials]
-        if not tried:
+    def result(self, verdict: Verdict | None = None) -> Search:
+        """Return the search so far."""
+        if not self.log.trials:
             raise KeyboardInterrupt
-        verdict = verdict or judge([t for t in tried if t.same_as is None and (t.started_cold or not cold_only)])
+        verdict = verdict or judge([t for t in self.log.trials if t.same_as is None])
         best, unseen = verdict.winner, self.parts.unseen
         chosen = {} if self.path is None else self.path.chosen
         arguments = {}
@@ -288,7 +252,7 @@ class _Run:
                 arguments["max_iterations"] = max(1, best.iteration)
         return Search(
             metric=self.metric,
-            trials=tried,
+            trials=list(self.log.trials),
             winner=best.number,
             importance=self.log.importance(),
             arguments=arguments,
@@ -317,13 +281,9 @@ class _Run:
             first = same.number if same.same_as is None else same.same_as
             self.log.keep(replace(same, number=number, settings=settings, seconds=0.0, same_as=first))
             return
-        near = None
-        if self.parts.unseen is None:  # otherwise iterations of two trials would add up, and networks memorise
-            near = self.solutions.nearest(settings, [(t.number, t.settings) for t in finished])
-        best = pick(finished).value if finished else None
         asked = time.perf_counter()
         try:
-            outcome = self._train(settings, near, best)
+            tried = self._train(number, settings)
         except KeyboardInterrupt:
             self.interrupted = True
             return
@@ -332,36 +292,33 @@ class _Run:
                 raise  # the defaults themselves cannot be trained: bad input, not bad luck
             self.log.fail(settings, f"{type(error).__name__}: {error}")
             return
-        self.interrupted = outcome.reason is Reason.INTERRUPTED
-        if self.interrupted or (outcome.late and finished):
+        if tried is None:
             return  # a resumed search tries it again
-        if not math.isfinite(outcome.value):
-            self.log.fail(settings, f"the metric became {outcome.value}")
+        if not math.isfinite(tried.value):
+            self.log.fail(settings, f"the metric became {tried.value}")
             return
-        if not outcome.pruned and self.parts.unseen is None:  # before its record, so that a kill loses none
-            self.solutions.keep(number, outcome.parameters)
-        self.log.keep(Tried.of(number, settings, outcome, near))
+        self.log.keep(tried)
         if not finished:
             self.first_seconds = time.perf_counter() - asked
-        self.solutions.drop({t.number: t.value for t in self.log.trials})
 
-    def _train(
-        self, settings: dict[str, Value], near: int | None, best: float | None, confirming: bool = False
-    ) -> Outcome:
-        arguments = model_arguments(settings, self.model, self.parts.matrix, self.start)
-        model = self.model.with_changes(**{**arguments, "metric": self.metric})
-        first = next((t.value for t in self.log.trials), None)
-        deadline = None  # the defaults are trained in full
-        if self.limit is not None and first is not None:
-            deadline = self.began + self.limit - (0.0 if confirming else self._kept_back())
+    def _train(self, number: int, settings: dict[str, Value], second: Parts | None = None) -> Tried | None:
+        """Train a trial, on the second part from another start; return None if time was up before its end."""
+        before = self.log.trials if second is None else self.again
+        first = before[0].value if before else None  # of the defaults
+        best = pick(before).value if before and second is None else first
+        arguments = model_arguments(settings, self.model, self.parts.matrix, self.start) | {"metric": self.metric}
+        arguments |= {} if second is None else {"seed": _other(self.model.seed)}
+        deadline = None if self.limit is None else self.began + self.limit
+        if deadline is not None and second is None:
+            deadline = deadline - self._kept_back() if before else None  # the defaults are trained in full
         return run_trial(
-            model, settings, self.parts, warm=None if near is None else self.solutions.load(near),
-            first=first, best=best, deadline=deadline, seed=self.seed,
+            self.model.with_changes(**arguments), settings, second or self.parts, number=number, first=first, best=best,
+            deadline=deadline, seed=self.seed if second is None else _other(self.seed),
         )  # fmt: skip
 
     def _kept_back(self) -> float:
-        """Return the seconds that a confirmation takes: one fit from a cold start, or two on other entities."""
-        return self.first_seconds * (1 if self.parts.unseen is None else 2)
+        """Return the seconds that a confirmation on other entities takes: two fits."""
+        return 0.0 if self.parts.unseen is None else 2 * self.first_seconds
 
     def _larger_affordable(self) -> bool:
         """Return whether towers larger than the first trial's may be tried: they take up to three times as long."""

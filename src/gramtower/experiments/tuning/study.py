@@ -8,33 +8,25 @@ best of the trials that pass wins; if none does, the defaults stay.
 optuna proposes settings. Its study is rebuilt from the records before each proposal, so that a proposal depends only on
 the seed and on the trials that ended, and a resumed search goes the same way. The records are in a
 :class:`~gramtower.experiments.run_store.RunStore`, which refuses a folder of other data, space, metric or seed.
-
-Solutions of finished trials are files with the towers' parameters, to start a neighbour from: towers of the same shape,
-other ω, λ, μ, ν or weights. Files beyond the budget are dropped, worst trials first.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util.checks import need
-from gramtower._util.files import replacing
 from gramtower._util.tensors import digest_of
 from gramtower.engine.kernels.elementwise import Loss
 from gramtower.experiments.run_store import RunStore
 from gramtower.experiments.tuning.space import (
-    LOGARITHMIC,
-    RANGES,
     SIZES,
     Choices,
     Range,
@@ -45,65 +37,13 @@ from gramtower.experiments.tuning.space import (
     larger,
     searched,
 )
-from gramtower.experiments.tuning.trial import Outcome, Parts
+from gramtower.experiments.tuning.trial import Parts, Tried
 from gramtower.metrics.tally import standard_error
 from gramtower.model.fit_data import FitData
 from gramtower.model.settings import ModelSettings
 
 if TYPE_CHECKING:
     import optuna
-
-
-@dataclass(frozen=True)
-class Tried:
-    """The record of a trial; ``without`` and ``metrics`` are only those of the defaults and of better trials."""
-
-    number: int  # trials are numbered as they end, from 0
-    settings: dict[str, Value]  # by the names of the search space, fixed ones too
-    value: float  # the best of a cold start, the last of a warm one, the mean of the last if entities were held out
-    iteration: int  # where it was reached
-    curve: list[float]  # metric at the start and after each iteration
-    seconds: float  # training time
-    pruned: bool  # whether it was stopped early
-    warm_from: int | None  # the trial whose solution it started from, or None for a cold start
-    reason: str  # why it stopped
-    confirmed: float | None = None  # the warm value of a winner that was then trained from a cold start
-    without: list[float] = field(default_factory=list)  # the metric without each part of the validation entities
-    same_as: int | None = None  # the trial with equivalent settings whose results these are; None if it was trained
-    metrics: dict[str, float] = field(default_factory=dict)  # REPORTED and the maximised one
-
-    @property
-    def started_cold(self) -> bool:
-        """Whether its value is that of a cold start."""
-        return self.warm_from is None or self.confirmed is not None
-
-    @property
-    def note(self) -> str:
-        """How it started, and whether it was stopped early or trained again."""
-        if self.same_as is not None:
-            return f"same as {self.same_as}"
-        notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
-        notes += ["given up"] if self.pruned else []
-        notes += [f"confirmed cold; {self.confirmed:.4f} warm"] if self.confirmed is not None else []
-        return ", ".join(notes)
-
-    @classmethod
-    def of(cls, number: int, settings: dict[str, Value], outcome: Outcome, warm_from: int | None) -> Tried:
-        """Return the record of an outcome."""
-        return cls(
-            number, settings, outcome.value, outcome.iteration, outcome.curve, outcome.seconds, outcome.pruned,
-            warm_from, outcome.reason.name, without=outcome.without, metrics=outcome.metrics,
-        )  # fmt: skip
-
-    @property
-    def repeated(self) -> str:
-        """How it was trained once more, if this is the record of a confirmation."""
-        return "on other held-out entities" if self.confirmed is None else f"cold start; {self.confirmed:.4f} warm"
-
-    def again(self, outcome: Outcome) -> Tried:
-        """Return the record of the same settings trained again: cold, or on other data if it had started cold."""
-        once_more = Tried.of(self.number, self.settings, outcome, self.warm_from)
-        return once_more if self.started_cold else replace(once_more, confirmed=self.value, pruned=False)
 
 
 def pick(trials: Sequence[Tried]) -> Tried:
@@ -161,60 +101,6 @@ def judge(trials: Sequence[Tried], refused: Collection[int] = ()) -> Verdict:
     if winner is not best:
         text += f" (the best, trial {best.number}, {gain(best, first)})"
     return Verdict(winner, text)
-
-
-SAME = ("dim", "hidden", "normalize", "loss", "imputed", "features")  # else another shape, or another scale of scores
-RADIUS = 4.0  # octaves of ω, λ, μ, or quarters of a power, beyond which a cold start is as good
-
-
-def distance(one: Mapping[str, Value], other: Mapping[str, Value]) -> float:
-    """Return the distance of two settings: octaves of ω, λ, μ and quarters of powers; infinite for other towers."""
-    if any(one.get(name) != other.get(name) for name in SAME):
-        return math.inf
-    steps = []
-    for name in [name for name in RANGES if name in one and name in other]:
-        a, b = float(one[name]), float(other[name])
-        if name in LOGARITHMIC:
-            steps.append(math.inf if min(a, b) <= 0 < max(a, b) else math.log2(a / b) if a > 0 else 0.0)
-        else:
-            steps.append(4 * (a - b))
-    return math.hypot(*steps)
-
-
-class Solutions:
-    """Parameters of finished trials in a folder."""
-
-    def __init__(self, folder: Path, budget: int) -> None:
-        self.folder, self.budget = folder, budget
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def nearest(self, settings: dict[str, Value], finished: Iterable[tuple[int, dict[str, Value]]]) -> int | None:
-        """Return the finished trial whose solution is nearest to settings, or None if none is near."""
-        found = [(distance(settings, other), number) for number, other in finished if self._path(number).exists()]
-        near = min(found, default=(math.inf, -1))
-        return near[1] if near[0] <= RADIUS else None
-
-    def load(self, number: int) -> Tensor:
-        """Return the parameters of a trial."""
-        from safetensors.torch import load_file
-
-        return load_file(self._path(number))["parameters"]
-
-    def keep(self, number: int, parameters: Tensor) -> None:
-        """Save the parameters of a trial."""
-        from safetensors.torch import save_file
-
-        with replacing(self._path(number)) as partial:
-            save_file({"parameters": parameters.detach().to("cpu", torch.float32).contiguous()}, partial)
-
-    def drop(self, values: dict[int, float]) -> None:
-        """Delete files beyond the budget, the worst by ``values`` (number → metric) first."""
-        there = sorted((n for n in values if self._path(n).exists()), key=lambda n: (values[n], -n))
-        while there and sum(self._path(n).stat().st_size for n in there) > self.budget:
-            self._path(there.pop(0)).unlink()
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{number}.safetensors"
 
 
 _STARTUP = 8  # trials drawn at random before proposals learn from them
@@ -363,7 +249,7 @@ class Log:
         """Rebuild optuna's study from the records.
 
         Pruned trials are complete ones with the value that they reached: optuna's own rule ranks trials that were
-        pruned late before those that were pruned early, and a warm start is judged early.
+        pruned late before those that were pruned early, whatever their values.
         """
         distributions = self.optuna.distributions
         space = {

@@ -2,12 +2,9 @@
 
 When a trial is stopped early. Validation curves of second-order methods rise steeply and bend: extended in a straight
 line at the slope of the last few iterations, they end too high. A trial whose extended curve still stays below the best
-is pruned. The rule looks at one curve only, so it holds for cold starts and for starts from a neighbour's solution.
-
-A warm start begins at a point that other settings reached, and its first values are theirs: its value is the one that
-it settles at, not the best on the way. On entities that training has not seen, curves are rough: few entities are held
-out, all rankings share them, and the best point on the way is often an early one that is best for these only. There a
-trial runs to its end, and its value is the mean of its last points.
+is pruned. On entities that training has not seen, curves are rough: few entities are held out, all rankings share them,
+and the best point on the way is often an early one that is best for these only. There a trial runs to its end, and its
+value is the mean of its last points.
 """
 
 from __future__ import annotations
@@ -49,40 +46,28 @@ from gramtower.training.result import Reason, Record
 
 Both = tuple[FeaturesLike, FeaturesLike]  # features of left and of right entities
 LOOK_BACK = 3  # iterations that a slope is taken over
-COLD_START = 6  # iterations that a cold start is given before it is judged
-SETTLED = 2e-3  # relative change over LOOK_BACK iterations under which a curve is flat
+FEWEST = 6  # iterations that a trial is given before it is judged
 
 
-def hopeless(curve: Sequence[float], remaining: int, best: float | None, warm: bool, rough: bool = False) -> bool:
+def hopeless(curve: Sequence[float], remaining: int, best: float | None, rough: bool = False) -> bool:
     """Return whether a curve, extended in a straight line over the remaining iterations, stays below the best.
 
     A rough curve, of entities that training has not seen, is extended from the best of its last few points.
     """
-    iterations = len(curve) - 1
-    if best is None or iterations < (LOOK_BACK if warm else COLD_START):
+    if best is None or len(curve) <= FEWEST:
         return False
-    if not (warm or rough) and max(curve) >= best:
+    if not rough and max(curve) >= best:
         return False  # it counts with its best point
     slope = (curve[-1] - curve[-1 - LOOK_BACK]) / LOOK_BACK
     now = max(curve[-LOOK_BACK:]) if rough else curve[-1]
     return now + max(0.0, slope) * remaining < best
 
 
-def settled(curve: Sequence[float]) -> bool:
-    """Return whether the last iterations changed the metric very little."""
-    if len(curve) <= LOOK_BACK + 1:
-        return False
-    last = curve[-1 - LOOK_BACK :]
-    return max(last) - min(last) <= SETTLED * abs(last[-1])
-
-
-def outcome(curve: Sequence[float], warm: bool, rough: bool = False) -> tuple[float, int]:
-    """Return value and iteration: the best of a cold curve, the end of a warm one, the mean end of a rough one."""
+def outcome(curve: Sequence[float], rough: bool = False) -> tuple[float, int]:
+    """Return value and iteration: the best of a curve, or the mean end of a rough one."""
     if rough:
         last = curve[-min(LOOK_BACK, max(1, len(curve) - 1)) :]
         return sum(last) / len(last), len(curve) - 1
-    if warm:
-        return curve[-1], len(curve) - 1
     best = max(range(len(curve)), key=lambda i: curve[i])
     return curve[best], best
 
@@ -93,20 +78,31 @@ _SCORES = {"cpu": 2 * 10**8, "cuda": 4 * 10**9}  # most scores computed for one 
 REPORTED = ("map@5", "recall@20", "ndcg@20")
 
 
-@dataclass
-class Outcome:
-    """The end of a trial; see :class:`gramtower.experiments.tuning.study.Tried` for the fields of the same names."""
+@dataclass(frozen=True)
+class Tried:
+    """The record of a trial; ``without`` and ``metrics`` are only those of the defaults and of better trials."""
 
-    value: float
-    iteration: int
-    curve: list[float]
-    seconds: float
-    reason: Reason
-    pruned: bool
-    late: bool  # whether it was stopped by the time limit of the search
-    parameters: Tensor
-    without: list[float] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
+    number: int  # trials are numbered as they end, from 0
+    settings: dict[str, Value]  # by the names of the search space, fixed ones too
+    value: float  # the best of its curve, or the mean of the last points if entities were held out
+    iteration: int  # where it was reached
+    curve: list[float]  # metric at the start and after each iteration
+    seconds: float  # training time
+    pruned: bool  # whether it was stopped early
+    reason: str  # why it stopped
+    without: list[float] = field(default_factory=list)  # the metric without each part of the validation entities
+    same_as: int | None = None  # the trial with equivalent settings whose results these are; None if it was trained
+    metrics: dict[str, float] = field(default_factory=dict)  # REPORTED and the maximised one
+    warm_from: int | None = None  # in logs of earlier versions: the trial whose solution it started from
+    confirmed: float | None = None  # in logs of earlier versions: the value of a warm start that was then repeated
+
+    @property
+    def note(self) -> str:
+        """Whether it was stopped early, or has the results of another trial."""
+        if self.same_as is not None:
+            return f"same as {self.same_as}"
+        notes = [f"warm from {self.warm_from}"] if self.warm_from is not None else []
+        return ", ".join([*notes, "given up"] if self.pruned else notes)
 
 
 @dataclass(frozen=True)
@@ -255,22 +251,20 @@ def run_trial(
     settings: dict[str, Value],
     parts: Parts,
     *,
-    warm: Tensor | None,
+    number: int,
     first: float | None = None,
     best: float | None,
     deadline: float | None,
     seed: int = 0,
-) -> Outcome:
-    """Train until the metric stops improving, settles (warm starts), or cannot reach the best any more.
+) -> Tried | None:
+    """Train until the metric stops improving, or cannot reach the best any more; return None if time was up before.
 
-    On entities that training has not seen a trial runs to its end, unless it settles or cannot reach the best.
+    On entities that training has not seen a trial runs to its end, unless it cannot reach the best.
     ``first`` and ``best`` are metrics of the first and of the best trial; ``deadline`` is a time of ``perf_counter``.
     """
     data = prepare_data(model, parts.train, *chosen_features(settings, parts.features))
     problem = make_problem(model, data)
     towers = make_towers(model, data, problem)
-    if warm is not None:
-        towers.load(warm)
     measure: RankingValidator | UnseenValidator = RankingValidator(model.metric, *ranked_pairs(data, parts.held_out))
     if parts.unseen is not None:
         measure = parts.unseen.validator(model.metric, data)
@@ -288,24 +282,24 @@ def run_trial(
         nonlocal pruned, late, last
         last = point.parameters.vector
         late = deadline is not None and time.perf_counter() >= deadline
-        pruned = hopeless(curve, most - record.iteration, best, warm is not None, rough)
-        return late or pruned or (warm is not None and settled(curve))
+        pruned = hopeless(curve, most - record.iteration, best, rough)
+        return late or pruned
 
     result = minimize(
         problem, towers, model.optimizer, most, model.time_limit, model.seed, [watch],
-        validation=look, patience=None if warm is not None or rough else model.patience,
-        **model.solver_options(),
+        validation=look, patience=None if rough else model.patience, **model.solver_options(),
     )  # fmt: skip
-    best_or_last = result.parameters.vector if last is None or (warm is None and not rough) else last
-    value, iteration = outcome(curve, warm is not None, rough)
-    seconds, reason = result.history[-1].seconds, result.reason
-    found = Outcome(value, iteration, curve, seconds, reason, pruned, late, best_or_last)
-    ended = not (pruned or late or reason is Reason.INTERRUPTED)
-    if ended and (first is None or value > first):
-        towers.load(best_or_last)
+    if result.reason is Reason.INTERRUPTED:
+        raise KeyboardInterrupt
+    if late:
+        return None
+    value, iteration = outcome(curve, rough)
+    found = Tried(number, settings, value, iteration, curve, result.history[-1].seconds, pruned, result.reason.name)
+    if not pruned and (first is None or value > first):
+        towers.load(last if rough and last is not None else result.parameters.vector)
         point = problem.at(towers)
-        found.without = measure.without(point, seed)
         names = tuple(dict.fromkeys((model.metric, *REPORTED)))
         scores = measure.scores(point, names)
-        found.metrics = {name: float(scores[name]) for name in names}
+        metrics = {name: float(scores[name]) for name in names}
+        return replace(found, without=measure.without(point, seed), metrics=metrics)
     return found
