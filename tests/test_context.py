@@ -116,6 +116,30 @@ def test_what_a_user_has_seen_in_any_context_is_left_out(fitted):
     assert denied["item"][0] not in more[0]
 
 
+def test_pairs_of_users_hold_in_all_contexts(fitted, tmp_path):
+    import polars as pl
+
+    model, _, test = fitted
+    rows = {"user": ["u0", "u0", "u9"], "item": ["i1", "i2", "i3"], "device": ["tv", "web", "fridge"]}
+    combined = json.dumps({"user": "u0", "device": "phone"}, separators=(",", ":"))
+    by_user = {name: rows[name] for name in ("user", "item")}
+    for pairs in (by_user, read(rows), {"left": [combined] * 2, "item": ["i1", "i2"]}):
+        for asked in ({"left": ["u0"], "context": {"device": "tv"}}, {"left": [combined]}):
+            ids, scores = model.recommend(k=ITEMS, allow=pairs, exclude_seen=False, **asked)
+            assert set(ids[0][np.isfinite(scores[0])]) == {"i1", "i2"}
+            ids, scores = model.recommend(k=ITEMS, exclude=pairs, exclude_seen=False, **asked)
+            assert set(ids[0][np.isfinite(scores[0])]) == set(model.right_.ids) - {"i1", "i2"}
+    model.recommend_all(tmp_path / "lists.csv", ITEMS, allow=by_user, exclude_seen=False)
+    lists = pl.read_csv(tmp_path / "lists.csv").rows()
+    found = {device: {row[2] for row in lists if row[0] == combined.replace("phone", device)} for device in DEVICES}
+    assert found == {device: {"i1", "i2"} for device in DEVICES}
+    own = read({name: [cell for cell, user in zip(cells, test["user"], strict=True) if user == "u0"]
+                for name, cells in test.items()})  # fmt: skip
+    everything = {"user": ["u0"] * ITEMS, "item": [f"i{j}" for j in range(ITEMS)]}
+    with pytest.raises(ValueError, match="test"):  # nothing is left to rank
+        model.evaluate(own, exclude=everything)
+
+
 def test_unseen_combinations_are_ranked_and_unseen_values_count_as_missing():
     train, _ = log(without={(5, 1)})
     model = small().fit(read(train))
@@ -216,6 +240,10 @@ def test_the_command_line_asks_in_a_context(run, capsys):
         assert found["left"] == "u1"
         wanted = model.recommend(["u1"], 3, context={"device": device})[0][0].tolist()
         assert [one["id"] for one in found["results"]] == wanted
+    (run / "own.csv").write_text("user,item\nu1,i1\nu1,i2\n")
+    found = answer(*asked, "--context", "device=tv", "--allow-pairs", run / "own.csv", "--include-seen")
+    assert {one["id"] for one in found["answers"][0]["results"]} == {"i1", "i2"}
+    assert answer(*asked, "--exclude", run / "own.csv", "--allow", "i1", "i2")["answers"][0]["results"] == []
     scores = answer("evaluate", run / "run", "--test", run / "test.csv")
     assert scores["left_out"]["unknown_left"] == 0
     (run / "more.csv").write_text("user,device,item\nu1,fridge,i3\n")

@@ -90,7 +90,7 @@ def evaluate(
         new["right_features"] = right_rows(model, right_features, common.note)
     for name, path in (("histories", histories), ("exclude", exclude)):
         if path is not None:
-            new[name] = read_like(settings, path, f"--{name}", data)
+            new[name] = read_like(settings, path, f"--{name}", data, ["context"] if name == "exclude" else [])
     new["allow"] = keys_of(model, "right", allow)
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
     counts = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out, "left_out": found.left_out}
@@ -222,7 +222,7 @@ def recommend(
         exclude: Pairs of which none is to be shown, a file like the one the run read.
         allow: Ids of right entities, one or several, or @FILE with one in each line: only these; may be repeated.
             Unknown ids are ignored and counted.
-        allow_pairs: Pairs instead of ids, a file like the one the run read: each left entity has only its own.
+        allow_pairs: Pairs instead of ids, in a file with the run's columns of ids: each left entity has only its own.
         deny: The same: never these. An id that begins with @ is written with another @ before it.
         candidates: all that there are, with those of --right-features, or trained: those of the training data.
         where: Only right entities whose columns of the right table match, such as "genre == 'Comedy' and year >= 1990".
@@ -263,11 +263,12 @@ def recommend(
     for name, ids in (("deny", deny), ("allow", allow)):
         options[name] = keys_of(model, "right", listed(f"--{name}", ids))
     if exclude is not None:
-        options["exclude"] = read_like(settings, exclude, "--exclude")
+        options["exclude"] = read_like(settings, exclude, "--exclude", without=["context"])
     if allow_pairs is not None:
         if allow is not None:
             check.fail("--allow, --allow-pairs", "both", "one of them")
-        options["allow"] = read_like(settings, allow_pairs, "--allow-pairs")
+        without = ("context", "event", "event_weights", "weight", "time")
+        options["allow"] = read_like(settings, allow_pairs, "--allow-pairs", without=without)
     new = None if right_features is None else right_rows(model, right_features, common.note)
     options |= {} if new is None else {"right_features": new}
     table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common)

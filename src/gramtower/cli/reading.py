@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -89,9 +89,15 @@ def _check_labels(labels: NDArray[np.float32], options: DataOptions, loss: str |
             check.fail("--value", f"{wrong[0]:g} in column {options.value!r}", expected)
 
 
-def read_like(settings: Settings, path: Path, name: str, flags: ReadOptions | None = None) -> Interactions:
-    """The pairs of a file like that of a run: with its columns, and its format if both are of a kind; flags win."""
+def read_like(
+    settings: Settings, path: Path, name: str, flags: ReadOptions | None = None, without: Sequence[str] = ()
+) -> Interactions:
+    """The pairs of a file like that of a run: with its columns, and its format if both are of a kind; flags win.
+
+    Options named in ``without`` are those of the run that the file need not have.
+    """
     given = settings.data.path
+    settings = replace(settings, data=replace(settings.data, **dict.fromkeys(without)))
     if given is not None and Path(given).suffixes != path.suffixes:
         settings = replace(settings, data=replace(settings.data, format=None))
     return read_pairs(path, settings.with_flags(flags).data, name=name)

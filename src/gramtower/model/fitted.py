@@ -491,8 +491,7 @@ class FittedModel:
         def paired(name: str, given: PairsLike) -> sp.csr_matrix:
             if new:
                 return here._paired_of_new(name, given, what, len(P))
-            users = None if asked_in is None or here.combinations is None else here.combinations.users
-            return here._paired(name, given, users)[rows]
+            return here._paired(name, given, of_users=asked_in is not None)[rows]
 
         if exclude is not None:
             left_out.append(paired("exclude", exclude))
@@ -807,20 +806,24 @@ class FittedModel:
         found = align(name, pairs, self.ids, (rows.total, self.shards.right.total), self.numbered)
         return replace(found, pairs=found.pairs[rows.first : rows.stop])
 
-    def _paired(self, name: str, given: PairsLike, users: IdArray | None = None) -> sp.csr_matrix:
-        """The pairs of an argument, in the model's rows or in those of users without context.
+    def _paired(self, name: str, given: PairsLike, of_users: bool = False) -> sp.csr_matrix:
+        """The pairs of an argument, in the model's rows or in those of its users without context.
 
-        Pairs of others change nothing, with a warning if all are.
+        In a model with context a pair holds for its user in all contexts. Pairs of others change nothing, with a
+        warning if all are.
         """
-        pairs = Columns().read_pairs(name, given)
-        if users is None:
+        pairs, known = Columns().read_pairs(name, given), self.combinations
+        if known is None or not isinstance(pairs, Interactions):
             found = self.aligned(name, pairs)
         else:
-            shape = len(users), len(self.right)
-            found = align(name, pairs, (users, self.right.ids), shape, (None, self.right.numbered))
+            if pairs.context or (join(pairs.left_ids, self.left.index) >= 0).any():
+                own = Combinations(known.columns, pairs.left_ids)
+                pairs = Interactions(own.seen(pairs.matrix), own.users, pairs.right_ids)
+            shape = len(known.users), len(self.right)
+            found = align(name, pairs, (known.users, self.right.ids), shape, (None, self.right.numbered))
         if self.shards.single and found.example is not None and not found.pairs.nnz:
             warn_of_pairs(name, found.total, found.total, found.example[0])
-        return found.pairs
+        return found.pairs if known is None or of_users else known.of_combinations(found.pairs)
 
     def _paired_of_new(self, name: str, given: PairsLike, what: Described | None, count: int) -> sp.csr_matrix:
         """The pairs of an argument for new left entities: by their ids, or row by row."""
