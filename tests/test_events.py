@@ -278,3 +278,5 @@ def test_recent_histories_need_an_order():
     with pytest.raises(ValueError, match="histories"):
         model.explain(int(pairs.left_ids[0]), 1)
     assert np.isfinite(model.explain(None, 1, histories=[[2, 3]]).score)
+    with pytest.raises(ValueError, match=r"model: .*recent histories.*warm_start"):
+        model.update(pairs)
