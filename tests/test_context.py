@@ -168,8 +168,20 @@ def test_models_with_context_are_saved_and_updated(fitted, tmp_path):
     loaded.update(read({"user": ["u1", "new"], "device": ["fridge", "tv"], "item": ["i1", "i2"]}))
     assert loaded.trained_.nnz == pairs + 2  # pairs in other contexts are not learned from
     assert "i2" not in loaded.recommend(["new"], 5, context={"device": "fridge"})[0]
-    with pytest.raises(ValueError, match="more_pairs"):
+    loaded.update({"user": ["newer"], "device": ["tv"], "item": ["i2"]}, left="user", right="item")
+    assert "i2" not in loaded.recommend(["newer"], 5)[0]
+    with pytest.raises(ValueError, match="more_pairs: got pairs without context columns"):
         loaded.update(gt.Interactions.from_arrays(["u1"], ["i1"]))
+
+
+def test_tables_of_held_out_pairs_are_read_with_their_context(fitted):
+    model, _, test = fitted
+    assert model.evaluate(test, left="user", right="item") == model.evaluate(read(test))
+    rows = {name: test[name] for name in ("user", "item", "device")}
+    by_table, by_pairs = (model.fitted_.calibrated(one, "platt", "all", 0) for one in (rows, read(test)))
+    assert by_table.calibration == by_pairs.calibration
+    with pytest.raises(ValueError, match="context: got 'device'"):
+        model.evaluate({name: test[name] for name in ("user", "item")})
 
 
 def test_events_and_tables_of_numbers_have_context_too():

@@ -274,7 +274,8 @@ class FittedModel:
                 expected = "held-out pairs, or a model that was fitted with validation= and without refit="
                 check.fail(name, "None, and the model has no validation pairs", expected)
         else:
-            found = self.aligned(name, Columns().read_pairs(name, given))
+            read = Columns(context=self.context_of(given)).read_pairs(name, given)
+            found = self.aligned(name, read)
             refuse_strangers(name, found, self.ids)
             if found.example is not None:
                 warn_of_pairs(name, found.total - found.pairs.nnz, found.total, found.example[0])
@@ -369,7 +370,8 @@ class FittedModel:
             threshold: smallest value that makes a pair.
         """
         exclude_seen = check.flag("exclude_seen", exclude_seen)
-        test = Columns(left, right, value, threshold=threshold).read_pairs("test", test)
+        columns = Columns(left, right, value, threshold=threshold, context=self.context_of(test))
+        test = columns.read_pairs("test", test)
         histories = Columns().read_pairs("histories", histories) if is_table(histories) else histories
         here = self._grown("right", right_features)[0]._with_combinations(test)
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
@@ -666,6 +668,10 @@ class FittedModel:
         """The combinations of ids and context that left entities are; None in a model without context."""
         return Combinations.of(self.left.inputs, self.left.ids)
 
+    def context_of(self, given: object) -> list[str] | None:
+        """The context columns to read of a table of pairs; None of pairs that were read before, or without context."""
+        return None if self.combinations is None or not is_table(given) else self.combinations.columns[1:]
+
     def in_context(self, left: IdsLike, context: Context | None) -> tuple[NDArray[np.int64], Tensor] | None:
         """Users of a model with context, by place, and their embeddings in it.
 
@@ -689,8 +695,8 @@ class FittedModel:
             return self
         new = join(test.left_ids, self.left.index) < 0
         if new.all() and test.context != tuple(known.columns[1:]):
-            given = ", ".join(test.context) or "no columns"
-            check.fail("test", f"pairs with context {given}", f"pairs with context={known.columns[1:]}")
+            given = f"pairs with context {', '.join(test.context)}" if test.context else "pairs without context columns"
+            check.fail("test", given, f"pairs read with context={known.columns[1:]}")
         fresh = known.of_users(test.left_ids[new])
         if not len(fresh):
             return self
