@@ -156,6 +156,13 @@ def test_unseen_combinations_are_ranked_and_unseen_values_count_as_missing():
     assert scores.left_out == {"unknown_left": 1, "unknown_right": 0, "seen": 0}
 
 
+def test_the_id_of_a_combination_is_explained_by_its_user_and_its_context(fitted):
+    model = fitted[0]
+    found = model.explain(json.dumps({"user": "u1", "device": "tv"}, separators=(",", ":")), "i3")
+    assert found == model.explain(right="i3", left_features={"user": ["u1"], "device": ["tv"]})
+    assert {part.name for part in found.contributions} == {"user=u1", "device=tv"}
+
+
 def test_models_with_context_are_saved_and_updated(fitted, tmp_path):
     model = fitted[0]
     model.save(tmp_path / "model")
@@ -288,3 +295,10 @@ def test_the_server_asks_in_a_context(run):
         assert ask(left=["u1"], context={"place": "here"}).status_code == 422
         assert ask(left=["u1"], context={"device": ["tv", "web"]}).status_code == 422
         assert ask(left=[str(model.left_.ids[0])]).status_code == 200
+        pairs = {"left": ["u1", "u2"], "right": ["i1", "i2"]}
+        for context in ({"device": "tv"}, {"device": ["tv", "fridge"]}, None):
+            found = client.post("/score", json={**pairs, "context": context}).json()["scores"]
+            assert found == pytest.approx(model.predict(*pairs.values(), context=context).tolist())
+        assert client.post("/score", json={**pairs, "context": {"place": 1}}).status_code == 422
+        body = {"left": str(model.left_.ids[0]), "right": "i1"}
+        assert client.post("/explain", json=body).json()["score"] == pytest.approx(model.predict(*body.values())[0])

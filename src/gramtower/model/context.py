@@ -128,6 +128,11 @@ class Combinations:
         """Pairs of :attr:`users` as those of each of their combinations."""
         return sp.csr_matrix(pairs[self._users[2]])
 
+    def row(self, place: int) -> dict[str, list[str | None]]:
+        """A table of the combination in one place of :attr:`ids`, for the left tower."""
+        cells = _cells(self.ids[[place]], self.columns)
+        return {name: [_text(cell) for cell in column] for name, column in cells.items()}
+
     def features(self, places: NDArray[np.int64], context: Context | None) -> dict[str, list[str | None]]:
         """A table of users in a context, for the left tower."""
         if context is not None and not isinstance(context, Mapping):
