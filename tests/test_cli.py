@@ -161,6 +161,8 @@ def test_recommendations_are_new_items_of_the_users_group(fitted, capsys):
     found = answer(capsys, "recommend", fitted, "--left", "007", "--left", "010", "-k", "2")["answers"]
     assert [entry["left"] for entry in found] == ["007", "010"]
     assert all(int(hit["id"].split()[1]) % 2 == 1 for hit in found[0]["results"])
+    assert run(["recommend", str(fitted), "--left", "007", "-k", "1", "--quiet"]) == 0
+    assert capsys.readouterr().out.split()[:4] == ["user", "rank", "item", "score"]
     model = load(fitted / "model.gramtower")
     ids, scores = model.recommend(["007"], 2)
     assert [hit["id"] for hit in found[0]["results"]] == ids[0].tolist()

@@ -293,7 +293,8 @@ def recommend(
         options["context"] = {name: value for name, _, value in (text.partition("=") for text in context)}
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
     found, values = model.recommend(known, k, **options)
-    _show("left", asked if known is None else known, "right", found, values, common, table)
+    heads = model.fitted_.list_columns
+    _show("left", asked if known is None else known, heads, found, values, common, table)
     return 0
 
 
@@ -412,7 +413,8 @@ def similar(
     new, titled = options.get("right_features"), None
     if side == "right":
         titled = _right_table(model, settings, right_table, right_id, right_title, new, common)
-    _show(side, names if keys is None else keys, "similar", found, scores, common, titled)
+    heads = model.fitted_.list_columns[side == "right"], "similar"
+    _show(side, names if keys is None else keys, heads, found, scores, common, titled)
     return 0
 
 
@@ -429,13 +431,16 @@ def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> list[Key] | No
 def _show(
     asked_name: str,
     asked: Sequence[Key],
-    found_name: str,
+    heads: tuple[str, str],
     found: NDArray[np.generic],
     scores: NDArray[np.float32],
     common: Common,
     table: _Titled | None = None,
 ) -> None:
-    """One list for each entity asked about, with titles where there are some; places without an answer are left out."""
+    """One list for each entity asked about, with titles where there are some; places without an answer are left out.
+
+    ``asked_name`` is the key of an entity in JSON; ``heads`` are the heads of the columns of ids.
+    """
     titles = None if table is None else table[0].titles
     named = {} if table is None or titles is None else dict(zip(table[1], titles, strict=True))
     answers = [
@@ -456,7 +461,7 @@ def _show(
         for key, answer in lists
         for rank, one in enumerate(answer, start=1)
     ]
-    print_table((asked_name, "rank", found_name, *shown), rows)
+    print_table((heads[0], "rank", heads[1], *shown), rows)
 
 
 def explain(

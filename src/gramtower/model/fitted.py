@@ -451,8 +451,9 @@ class FittedModel:
                 ``{"device": "tv"}``; a value is for all ids, a list has one for each. What is not given, or was not
                 there in training, counts as missing. What a user has seen in any context is left out.
             as_frame: return a table, of polars if it is installed and otherwise of pandas, with a row for each answer:
-                ``left``, ``rank`` from 1, ``right``, ``score``. New left entities are called by the ids that a table
-                of them has, or by their row from 0.
+                left id, ``rank`` from 1, right id, ``score``. The columns of ids are called as in the training data,
+                such as ``user`` and ``item``, or ``left`` and ``right`` if that has no names. New left entities are
+                called by the ids that a table of them has, or by their row from 0.
             table: a table of right entities for ``where``, ``boost`` and ``at_most``, whose columns, such as titles,
                 are joined to the answers with ``as_frame``: a frame, file or FeatureTable with ids in the column "id"
                 or else in the first.
@@ -504,7 +505,7 @@ class FittedModel:
         )  # fmt: skip
         found, values = made.top(min(k, len(here.right)))
         ids = here.right.names(found)
-        return _framed(asked, ids, values, ("left", "right"), table) if as_frame else (ids, values)
+        return _framed(asked, ids, values, self.list_columns, table) if as_frame else (ids, values)
 
     def recommend_all(
         self,
@@ -531,8 +532,9 @@ class FittedModel:
     ) -> int:
         """Write the lists of all left entities, those of :meth:`recommend`, to a table, in bounded memory.
 
-        One row for each answer, in order of left entities: left id, rank from 1, right id and score. While it is being
-        written its parts are in a folder ``PATH.parts`` next to it; the same call continues one that was killed.
+        One row for each answer, in order of left entities: left id, rank from 1, right id and score, called as in the
+        frame of :meth:`recommend`. While it is being written its parts are in a folder ``PATH.parts`` next to it; the
+        same call continues one that was killed.
 
         Args:
             path: the table or its URL: .parquet, .csv or .tsv. Needs polars: ``pip install "gramtower[io]"``.
@@ -569,7 +571,8 @@ class FittedModel:
             exclude_seen, exclude, allow, deny, candidates, table, right_features, where=where, boost=boost,
             popularity=popularity, diversity=diversity, at_most=at_most, min_score=min_score, scores=scores,
         )  # fmt: skip
-        return write_lists(here.ids, here.shape, made, path, min(k, len(here.right)), on, fresh, progress)
+        most, names = min(k, len(here.right)), self.list_columns
+        return write_lists(here.ids, here.shape, made, path, most, on, fresh, progress, names)
 
     def ranked(
         self, exclude_seen: bool = True, exclude: PairsLike | None = None, allow: IdsLike | PairsLike | None = None,
@@ -611,7 +614,7 @@ class FittedModel:
             left_features: new left entities, asked about and listed like the others; see ``right_features`` of
                 :meth:`recommend`.
             right_features: new right entities.
-            as_frame: return a table as :meth:`recommend` does, with columns called after the side, ``rank``,
+            as_frame: return a table as :meth:`recommend` does, with columns for the id asked about, ``rank``,
                 ``similar`` and ``score``.
             table: with ``as_frame``, a table of entities of the side, as for :meth:`recommend`.
 
@@ -640,9 +643,11 @@ class FittedModel:
             unit[torch.from_numpy(rows)], unit, min(check.count("k", k), len(this)),
             exclude=own, deny=np.flatnonzero(~directed),
         )  # fmt: skip
-        names = this.names(found)
+        names, asked = this.names(found), self.list_columns[side == "right"]
         return (
-            _framed(this.names(rows).tolist(), names, scores, (side, "similar"), table) if as_frame else (names, scores)
+            _framed(this.names(rows).tolist(), names, scores, (asked, "similar"), table)
+            if as_frame
+            else (names, scores)
         )
 
     @cached_property
@@ -711,6 +716,12 @@ class FittedModel:
     def ids(self) -> Ids:
         """Ids of both sides; None for row numbers."""
         return self.left.ids, self.right.ids
+
+    @property
+    def list_columns(self) -> tuple[str, str]:
+        """Names of the columns of left and right ids in tables of lists: as in the data, unless they are not free."""
+        taken = self.names[0] == self.names[1] or not {"rank", "similar", "score"}.isdisjoint(self.names)
+        return FittedModel.names if taken else self.names
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -1082,14 +1093,14 @@ def pattern_of(matrix: sp.csr_matrix | None, shape: tuple[int, int] | None = Non
 
 def write_lists(
     ids: Ids, shape: tuple[int, int], ranking: Ranking, path: Path, k: int, device: torch.device, fresh: bool,
-    progress: Callable[[int, int], object] | None,
+    progress: Callable[[int, int], object] | None, names: tuple[str, str] = FittedModel.names,
 ) -> int:  # fmt: skip
     """Write the lists of all left entities to a table, from where an earlier run of the same was killed.
 
     A thread writes one part while the next is ranked. Each part has its own products: how scores are rounded depends on
     the number of rows, and a run that goes on after a kill has to end in the same file as one that was not killed.
     """
-    file = ListFile(path, ids, shape, k, _marks(ids, ranking))
+    file = ListFile(path, ids, shape, k, _marks(ids, ranking), names)
     with locked(path, name="path"):
         done, answers = file.begin(fresh), 0
         pending: Future[int] | None = None
