@@ -86,15 +86,15 @@ def paper_shape(name: str, seed: int = 0) -> sp.csr_matrix:
 
 def packages() -> Interactions:
     """npm packages of 2016 and their dependencies: pairs (package, dependency)."""
-    return _lines("npm-core.txt.xz", " ")
+    return _lines("npm-core.txt.xz", " ", "package", "dependency")
 
 
 def thesaurus() -> Interactions:
     """A core of the Moby thesaurus: pairs (head, word)."""
-    return _lines("moby-core.txt.xz", ",")
+    return _lines("moby-core.txt.xz", ",", "head", "word")
 
 
-def _lines(name: str, separator: str) -> Interactions:
+def _lines(name: str, separator: str, left_name: str, right_name: str) -> Interactions:
     packed = files("gramtower.data").joinpath("bundled", name).read_bytes()
     left: list[str] = []
     right: list[str] = []
@@ -102,4 +102,5 @@ def _lines(name: str, separator: str) -> Interactions:
         first, *others = line.split(separator)
         left += [first] * len(others)
         right += others
-    return Interactions.from_arrays(np.array(left, dtype=object), np.array(right, dtype=object))
+    ids = np.array(left, dtype=object), np.array(right, dtype=object)
+    return Interactions.from_arrays(*ids, left_name=left_name, right_name=right_name)
