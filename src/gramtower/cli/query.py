@@ -53,7 +53,7 @@ def evaluate(
     exclude: Path | None = None,
     by: str | None = None,
     candidates: str = "all",
-    allow: Texts = None,
+    allow: Many = None,
     left_features: Path | None = None,
     right_features: Path | None = None,
     histories: Path | None = None,
@@ -75,7 +75,8 @@ def evaluate(
         exclude: Further pairs to leave out of the ranking, a file like the test.
         by: A break-down: popularity (of right entities) or activity (of left ones).
         candidates: all that are ranked, with those of --right-features, or trained: those of the training data.
-        allow: Id of a right entity; only those given are ranked; may be repeated. Pairs of others are left out.
+        allow: Ids of right entities, one or several, or @FILE with one in each line: only these are ranked; may be
+            repeated. Pairs of others are left out.
         left_features: Take the left entities of this table as new ones, described by it.
         right_features: Table of right entities, of which new ones are ranked among the others.
         histories: Take the left entities of these pairs as new ones, described by them, a file like the test.
@@ -91,7 +92,7 @@ def evaluate(
     for name, path in (("histories", histories), ("exclude", exclude)):
         if path is not None:
             new[name] = read_like(settings, path, f"--{name}", data, ["context"] if name == "exclude" else [])
-    new["allow"] = keys_of(model, "right", allow)
+    new["allow"] = keys_of(model, "right", listed("--allow", allow))
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
     counts = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out, "left_out": found.left_out}
     counts |= {"exclude_seen": exclude_seen}
@@ -274,9 +275,9 @@ def recommend(
     table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common)
     options |= {"popularity": popularity, "diversity": diversity, "min_score": min_score, "where": where}
     options["scores"] = scores
-    options |= {
-        name: dict(map(parse_option, given)) for name, given in (("boost", boost), ("at_most", at_most)) if given
-    }
+    for name, flag, given in (("boost", "--boost", boost), ("at_most", "--at-most", at_most)):
+        if given:
+            options[name] = dict(parse_option(text, flag, "COLUMN=NUMBER") for text in given)
     if where is not None or boost or at_most:
         if table is None:
             check.fail("--where, --boost, --at-most", "no table", "--right-table as well, which has the columns")
@@ -456,11 +457,14 @@ def _show(
         print_json({"answers": [{asked_name: key, "results": answer} for key, answer in lists]})
         return
     shown = [*(["title"] if named else []), "score"]
-    rows = [
-        (str(key) if rank == 1 else "", rank, str(one["id"]), *(one[name] for name in shown))
-        for key, answer in lists
-        for rank, one in enumerate(answer, start=1)
-    ]
+    rows: list[tuple[object, ...]] = []
+    for key, answer in lists:
+        rows += [
+            (str(key) if rank == 1 else "", rank, str(one["id"]), *(one[name] for name in shown))
+            for rank, one in enumerate(answer, start=1)
+        ]
+        if not answer:
+            rows.append((str(key), None, None, *[None] * len(shown)))
     print_table((heads[0], "rank", heads[1], *shown), rows)
 
 
