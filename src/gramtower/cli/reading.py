@@ -230,8 +230,12 @@ def read_table(side: str, path: Path, settings: Settings) -> FeatureTable:
     frame = read_frame(f"{side}_features", path)
     column = id_column(side, frame, getattr(options, f"{side}_id"), getattr(settings.data, side))
     kinds, encoders = (
-        {name: str(value) for name, value in map(parse_option, getattr(options, f"{side}_{flag}") or [])}
-        for flag in ("column", "encoder")
+        {
+            name: str(value)
+            for text in getattr(options, f"{side}_{flag}") or []
+            for name, value in [parse_option(text, f"--{side}-{flag}", f"COLUMN={expected}")]
+        }
+        for flag, expected in (("column", "KIND"), ("encoder", "MODEL"))
     )
     further: dict[str, Any] = {
         "separator": options.list_separator,
