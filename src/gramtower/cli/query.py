@@ -139,6 +139,9 @@ def off_policy(
         seed: Of the bootstrap.
     """
     model, settings = open_model(run)
+    if model.fitted_.combinations is not None:
+        instead = "one without; gramtower.metrics.off_policy takes lists of recommend(users, context=...)"
+        check.fail("RUN", "a model with context columns", instead)
     frame = read_frame("LOG", log)
     r, p = (
         frame[pick(name, column, frame.columns)].cast(polars().Float64, strict=False).fill_null(np.nan).to_numpy()
