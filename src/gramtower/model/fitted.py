@@ -183,9 +183,9 @@ class FittedModel:
 
     def __str__(self) -> str:
         sides = (
-            f"{len(side):,} {side.name} entities by {side.inputs.text}"
+            f"{len(side):,} {name} entities by {side.inputs.text}"
             + (f" through hidden layers of {', '.join(map(str, widths))}" if widths else "")
-            for side, widths in zip(self.sides, self.hidden, strict=True)
+            for side, widths, name in zip(self.sides, self.hidden, self.list_columns, strict=True)
         )
         length = ", those of a side of one length" if self.normalize else ""
         moved = ", known entities moved by their own pairs" if self.refine else ""
@@ -197,8 +197,8 @@ class FittedModel:
 
     def html_facts(self) -> str:
         sides = [
-            (side.name, len(side), side.inputs.text, ", ".join(map(str, widths)) or "none")
-            for side, widths in zip(self.sides, self.hidden, strict=True)
+            (name, len(side), side.inputs.text, ", ".join(map(str, widths)) or "none")
+            for side, widths, name in zip(self.sides, self.hidden, self.list_columns, strict=True)
         ]
         facts: dict[str, object] = {"size of embeddings": self.dim, "ω": self.omega, "pairs": int(self.trained.nnz)}
         drawn = ""
