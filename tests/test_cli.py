@@ -161,6 +161,13 @@ def test_recommendations_are_new_items_of_the_users_group(fitted, capsys):
     found = answer(capsys, "recommend", fitted, "--left", "007", "--left", "010", "-k", "2")["answers"]
     assert [entry["left"] for entry in found] == ["007", "010"]
     assert all(int(hit["id"].split()[1]) % 2 == 1 for hit in found[0]["results"])
+    assert run(["recommend", str(fitted), "--left", "007", "-k", "1", "--quiet"]) == 0
+    assert capsys.readouterr().out.split()[:4] == ["user", "rank", "item", "score"]
+    assert run(["recommend", str(fitted), "--left", "007", "--min-score", "1e9", "--quiet"]) == 0
+    assert capsys.readouterr().out.split()[-4:] == ["007", "-", "-", "-"]  # an empty list is an answer
+    asked = ["recommend", fitted, "--left", "007"]
+    assert "--boost: got 'year', expected COLUMN=NUMBER" in refusal(capsys, *asked, "--boost", "year")
+    assert "--at-most: got 'year'" in refusal(capsys, *asked, "--at-most", "year")
     model = load(fitted / "model.gramtower")
     ids, scores = model.recommend(["007"], 2)
     assert [hit["id"] for hit in found[0]["results"]] == ids[0].tolist()

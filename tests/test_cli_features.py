@@ -443,3 +443,7 @@ def test_ids_to_allow_or_deny_come_several_at_once_or_from_a_file(shelf, tmp_pat
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     assert "--deny: " in refusal(capsys, *tokens, "--deny", f"@{tmp_path / 'bytes'}")
     assert listed("--allow", ["@@x", "@@@y", "z"]) == ["@x", "@@y", "z"]
+    (tmp_path / "test.csv").write_text("user,item\n07,item 1\n07,item 4\n07,item 9\n")
+    tested = ["evaluate", plain, "--test", tmp_path / "test.csv", "--no-exclude-seen", "--metrics", "recall@1"]
+    allowed = ["--allow", f"@{tmp_path / 'stock.txt'}", "item 1"]
+    assert answer(capsys, *tested, *allowed)["left_out"]["not_allowed"] == 1

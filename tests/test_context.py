@@ -116,6 +116,30 @@ def test_what_a_user_has_seen_in_any_context_is_left_out(fitted):
     assert denied["item"][0] not in more[0]
 
 
+def test_pairs_of_users_hold_in_all_contexts(fitted, tmp_path):
+    import polars as pl
+
+    model, _, test = fitted
+    rows = {"user": ["u0", "u0", "u9"], "item": ["i1", "i2", "i3"], "device": ["tv", "web", "fridge"]}
+    combined = json.dumps({"user": "u0", "device": "phone"}, separators=(",", ":"))
+    by_user = {name: rows[name] for name in ("user", "item")}
+    for pairs in (by_user, read(rows), {"left": [combined] * 2, "item": ["i1", "i2"]}):
+        for asked in ({"left": ["u0"], "context": {"device": "tv"}}, {"left": [combined]}):
+            ids, scores = model.recommend(k=ITEMS, allow=pairs, exclude_seen=False, **asked)
+            assert set(ids[0][np.isfinite(scores[0])]) == {"i1", "i2"}
+            ids, scores = model.recommend(k=ITEMS, exclude=pairs, exclude_seen=False, **asked)
+            assert set(ids[0][np.isfinite(scores[0])]) == set(model.right_.ids) - {"i1", "i2"}
+    model.recommend_all(tmp_path / "lists.csv", ITEMS, allow=by_user, exclude_seen=False)
+    lists = pl.read_csv(tmp_path / "lists.csv").rows()
+    found = {device: {row[2] for row in lists if row[0] == combined.replace("phone", device)} for device in DEVICES}
+    assert found == {device: {"i1", "i2"} for device in DEVICES}
+    own = read({name: [cell for cell, user in zip(cells, test["user"], strict=True) if user == "u0"]
+                for name, cells in test.items()})  # fmt: skip
+    everything = {"user": ["u0"] * ITEMS, "item": [f"i{j}" for j in range(ITEMS)]}
+    with pytest.raises(ValueError, match="test"):  # nothing is left to rank
+        model.evaluate(own, exclude=everything)
+
+
 def test_unseen_combinations_are_ranked_and_unseen_values_count_as_missing():
     train, _ = log(without={(5, 1)})
     model = small().fit(read(train))
@@ -132,6 +156,13 @@ def test_unseen_combinations_are_ranked_and_unseen_values_count_as_missing():
     assert scores.left_out == {"unknown_left": 1, "unknown_right": 0, "seen": 0}
 
 
+def test_the_id_of_a_combination_is_explained_by_its_user_and_its_context(fitted):
+    model = fitted[0]
+    found = model.explain(json.dumps({"user": "u1", "device": "tv"}, separators=(",", ":")), "i3")
+    assert found == model.explain(right="i3", left_features={"user": ["u1"], "device": ["tv"]})
+    assert {part.name for part in found.contributions} == {"user=u1", "device=tv"}
+
+
 def test_models_with_context_are_saved_and_updated(fitted, tmp_path):
     model = fitted[0]
     model.save(tmp_path / "model")
@@ -144,8 +175,20 @@ def test_models_with_context_are_saved_and_updated(fitted, tmp_path):
     loaded.update(read({"user": ["u1", "new"], "device": ["fridge", "tv"], "item": ["i1", "i2"]}))
     assert loaded.trained_.nnz == pairs + 2  # pairs in other contexts are not learned from
     assert "i2" not in loaded.recommend(["new"], 5, context={"device": "fridge"})[0]
-    with pytest.raises(ValueError, match="more_pairs"):
+    loaded.update({"user": ["newer"], "device": ["tv"], "item": ["i2"]}, left="user", right="item")
+    assert "i2" not in loaded.recommend(["newer"], 5)[0]
+    with pytest.raises(ValueError, match="more_pairs: got pairs without context columns"):
         loaded.update(gt.Interactions.from_arrays(["u1"], ["i1"]))
+
+
+def test_tables_of_held_out_pairs_are_read_with_their_context(fitted):
+    model, _, test = fitted
+    assert model.evaluate(test, left="user", right="item") == model.evaluate(read(test))
+    rows = {name: test[name] for name in ("user", "item", "device")}
+    by_table, by_pairs = (model.fitted_.calibrated(one, "platt", "all", 0) for one in (rows, read(test)))
+    assert by_table.calibration == by_pairs.calibration
+    with pytest.raises(ValueError, match="context: got 'device'"):
+        model.evaluate({name: test[name] for name in ("user", "item")})
 
 
 def test_events_and_tables_of_numbers_have_context_too():
@@ -216,6 +259,10 @@ def test_the_command_line_asks_in_a_context(run, capsys):
         assert found["left"] == "u1"
         wanted = model.recommend(["u1"], 3, context={"device": device})[0][0].tolist()
         assert [one["id"] for one in found["results"]] == wanted
+    (run / "own.csv").write_text("user,item\nu1,i1\nu1,i2\n")
+    found = answer(*asked, "--context", "device=tv", "--allow-pairs", run / "own.csv", "--include-seen")
+    assert {one["id"] for one in found["answers"][0]["results"]} == {"i1", "i2"}
+    assert answer(*asked, "--exclude", run / "own.csv", "--allow", "i1", "i2")["answers"][0]["results"] == []
     scores = answer("evaluate", run / "run", "--test", run / "test.csv")
     assert scores["left_out"]["unknown_left"] == 0
     (run / "more.csv").write_text("user,device,item\nu1,fridge,i3\n")
@@ -224,6 +271,7 @@ def test_the_command_line_asks_in_a_context(run, capsys):
     answer("split", run / "train.csv", *columns, "--by", "random", "--out", run / "parts")
     assert (run / "parts" / "train.csv").read_text().startswith("user,device,item\nu0,phone,")
     assert "context" in answer(*asked, "--context", "place=here", code=2)
+    assert "RUN: got a model with context" in answer("off-policy", run / "run", run / "test.csv", code=2)
     fit = ["fit", run / "train.csv", *columns, "--out", run / "x"]
     assert "--context" in answer(*fit, "--history", code=2)
 
@@ -248,3 +296,10 @@ def test_the_server_asks_in_a_context(run):
         assert ask(left=["u1"], context={"place": "here"}).status_code == 422
         assert ask(left=["u1"], context={"device": ["tv", "web"]}).status_code == 422
         assert ask(left=[str(model.left_.ids[0])]).status_code == 200
+        pairs = {"left": ["u1", "u2"], "right": ["i1", "i2"]}
+        for context in ({"device": "tv"}, {"device": ["tv", "fridge"]}, None):
+            found = client.post("/score", json={**pairs, "context": context}).json()["scores"]
+            assert found == pytest.approx(model.predict(*pairs.values(), context=context).tolist())
+        assert client.post("/score", json={**pairs, "context": {"place": 1}}).status_code == 422
+        body = {"left": str(model.left_.ids[0]), "right": "i1"}
+        assert client.post("/explain", json=body).json()["score"] == pytest.approx(model.predict(*body.values())[0])

@@ -78,6 +78,10 @@ def test_times_after_now_and_milliseconds_are_refused():
     times = np.array([0.0, 20.0]) * DAY
     with pytest.raises(ValueError, match=r"now: .*1 later"):
         decays(times, "10d", 19 * DAY)
+    future = np.append(times, 32_503_680_000.0)  # one wrong row in the year 3000
+    with pytest.raises(ValueError, match="time: got 1 times in the future, up to 3000-01-01"):
+        decays(future, "10d")
+    assert decays(future, "10d", now="3000-01-01")[2] == 1
     with pytest.raises(ValueError, match="milliseconds"):
         decays(np.array([1.7e12]), "10d")
     with pytest.raises(ValueError, match="half_life"):
@@ -155,8 +159,10 @@ def test_bad_events_are_refused_by_argument():
         read(event="kind")
     with pytest.raises(ValueError, match="time: "):
         read(LOG | {"day": ["soon"] * 5}, time="day", half_life="3d")
-    with pytest.raises(ValueError, match="rows"):
+    with pytest.raises(ValueError, match="weights: got only zeros"):
         read(weights=dict.fromkeys(WEIGHTS, 0))
+    with pytest.raises(ValueError, match=r"now: .*half_life"):
+        read(now="2024-02-10")
     with pytest.warns(UserWarning, match="1 without"):
         assert len(read(LOG | {"type": ["view", None, "view", "cart", "skip"]})) == 3
 
@@ -272,3 +278,5 @@ def test_recent_histories_need_an_order():
     with pytest.raises(ValueError, match="histories"):
         model.explain(int(pairs.left_ids[0]), 1)
     assert np.isfinite(model.explain(None, 1, histories=[[2, 3]]).score)
+    with pytest.raises(ValueError, match=r"model: .*recent histories.*warm_start"):
+        model.update(pairs)

@@ -113,10 +113,10 @@ def test_recommendations_as_a_frame_say_what_the_arrays_say():
     asked = model.left_.ids[:3].tolist()
     ids, scores = model.recommend(asked, k=4)
     table = model.recommend(asked, k=4, as_frame=True, table=titled(year=list(range(1990, 2010))))
-    assert table.columns == ["left", "rank", "right", "score", "title", "year"]
-    assert table["left"].to_list() == [key for key in asked for _ in range(4)]
-    assert table["left"].dtype == pl.Int64  # as they came in
-    assert table["right"].to_list() == ids.ravel().tolist()
+    assert table.columns == ["user", "rank", "item", "score", "title", "year"]
+    assert table["user"].to_list() == [key for key in asked for _ in range(4)]
+    assert table["user"].dtype == pl.Int64  # as they came in
+    assert table["item"].to_list() == ids.ravel().tolist()
     assert table["score"].to_list() == scores.ravel().tolist()
     expected = [f"Film {int(key[1:])}" if int(key[1:]) < 20 else None for key in ids.ravel()]
     assert None in expected  # some have no row
@@ -125,13 +125,30 @@ def test_recommendations_as_a_frame_say_what_the_arrays_say():
     assert len(full) == sum(np.isfinite(row).sum() for row in model.recommend(asked, k=25)[1])
 
 
+@pytest.mark.parametrize("names", [("rank", "item"), ("page", "page"), ("user", "score")])
+def test_names_of_the_data_that_are_not_free_stay_left_and_right(names, tmp_path):
+    left, right = (COLUMNS[name] for name in ("user", "item"))
+    model = small().fit(Interactions.from_arrays(left, right, left_name=names[0], right_name=names[1]))
+    assert model.recommend([left[0]], k=1, as_frame=True).columns == ["left", "rank", "right", "score"]
+    model.recommend_all(tmp_path / "lists.csv", k=1)
+    assert pl.read_csv(tmp_path / "lists.csv").columns == ["left", "rank", "right", "score"]
+
+
+def test_files_of_lists_have_the_columns_of_frames(tmp_path):
+    model = small().fit(frame("polars"), **NAMES)
+    model.recommend_all(tmp_path / "lists.parquet", k=2)
+    assert pl.read_parquet(tmp_path / "lists.parquet").equals(
+        model.recommend(model.left_.ids.tolist(), k=2, as_frame=True).cast({"rank": pl.Int32})
+    )
+
+
 def test_similar_entities_as_a_frame():
     model = small().fit(frame("polars"), **NAMES)
     ids, scores = model.similar(["i3", "i4"], k=3)
     pandas = pytest.importorskip("pandas")
     table = model.similar(["i3", "i4"], k=3, as_frame=True, table=pandas.DataFrame(titled()))
-    assert table.columns == ["right", "rank", "similar", "score", "title"]
-    assert table["right"].to_list() == ["i3"] * 3 + ["i4"] * 3
+    assert table.columns == ["item", "rank", "similar", "score", "title"]
+    assert table["item"].to_list() == ["i3"] * 3 + ["i4"] * 3
     assert table["similar"].to_list() == ids.ravel().tolist()
     assert table["score"].to_list() == scores.ravel().tolist()
 
@@ -141,8 +158,8 @@ def test_new_left_entities_are_called_by_the_ids_of_their_table_or_by_row(tmp_pa
     model = small().fit(frame("polars"), **NAMES, left_features=FeatureTable(users, id="user", numeric=["age"]))
     new = {"user": [1, None, 1002], "age": [3.0, 4.0, 5.0]}
     table = model.recommend(left_features=new, k=1, as_frame=True)
-    assert table["left"].to_list() == [1, None, 1002]
-    assert model.recommend(left_features={"age": [3.0, 4.0]}, k=1, as_frame=True)["left"].to_list() == [0, 1]
+    assert table["user"].to_list() == [1, None, 1002]
+    assert model.recommend(left_features={"age": [3.0, 4.0]}, k=1, as_frame=True)["user"].to_list() == [0, 1]
     (tmp_path / "films.csv").write_text("film,title\ni1,One\ni2,Two\n" + "".join(f"i{x},x\n" for x in range(3, 25)))
     assert "title" in model.recommend([1002], k=1, as_frame=True, table=tmp_path / "films.csv").columns
 
@@ -150,7 +167,7 @@ def test_new_left_entities_are_called_by_the_ids_of_their_table_or_by_row(tmp_pa
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (titled(score=[0.0] * 20), r"table.*'score'.*'left'"),
+        (titled(score=[0.0] * 20), r"table.*'score'.*'user'"),
         ({"id": ["x", "y"], "title": ["a", "b"]}, r"table.*2"),
         ({"id": ["i1", "i1"], "title": ["a", "b"]}, r"table.*'id'"),
         ({}, r"table.*columns"),
@@ -186,7 +203,7 @@ def test_excluded_pairs_of_a_frame_are_in_no_list():
     model = small().fit(frame("polars")[:300], **NAMES)
     more = frame("polars")[300:]
     table = model.recommend(model.left_.ids.tolist(), k=25, as_frame=True, exclude=more)
-    listed = set(zip(table["left"], table["right"], strict=True))
+    listed = set(zip(table["user"], table["item"], strict=True))
     assert listed
     assert not listed & set(zip(more["user"].to_list(), more["item"], strict=True))
 

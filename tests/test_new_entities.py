@@ -429,3 +429,14 @@ def test_the_history_of_an_added_entity_never_counts_whoever_else_is_described()
     described = model.evaluate(test, ["recall@2"], histories=gt.Interactions.from_arrays(["a"], ["z"]))
     assert plain.left_out["seen"] == described.left_out["seen"] == 1
     assert plain.pairs == described.pairs == 2
+
+
+def test_unknown_ids_suggest_only_what_the_model_can_embed():
+    hint = "for new entities"
+    by_id = small().fit(pairs())
+    with pytest.raises(ValueError, match=r"left ids: got unknown ids 'who'.*expected ids seen in training$"):
+        by_id.recommend(["who"])
+    with pytest.raises(ValueError, match=f"or left_features {hint}"):
+        fitted(left=user_table(range(USERS))).recommend(["who"])
+    with pytest.raises(ValueError, match=f"or histories {hint}"):
+        fitted(left="history").recommend(["who"])

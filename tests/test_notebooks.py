@@ -214,3 +214,12 @@ def test_help_opens_with_a_sentence_in_plain_words(name, one):
     assert first.endswith((".", "…."))
     assert len(first.split()) >= 4
     assert not re.search(r"[α-ωΑ-Ω∇ᵀŷ]|eq:", first)
+
+
+def test_models_are_described_in_the_words_of_the_data():
+    users, items = ["ann", "ann", "bob"], ["tea", "milk", "tea"]
+    named = small().fit(gt.Interactions.from_arrays(users, items, left_name="user", right_name="item"))
+    assert ": 2 user entities by id and 2 item entities by id" in str(named)
+    assert "user" in read(named._repr_html_())
+    unnamed = small().fit(gt.Interactions.from_arrays(users, items))
+    assert ": 2 left entities by id and 2 right entities by id" in str(unnamed)

@@ -245,7 +245,7 @@ def test_commands_take_urls(s3, capsys):
         == 0
     )
     assert run(["info", "s3://lake/parts-run", "--quiet"]) == 0
-    assert as_path("s3://lake/lists.csv").read_text().startswith("left,rank,right,score\n")
+    assert as_path("s3://lake/lists.csv").read_text().startswith("user,rank,item,score\n")
     names = sorted(path.name for path in as_path("s3://lake/pairs.csv-run").iterdir() if "checkpoint" not in path.name)
     assert names == ["config.toml", "history.jsonl", "model.gramtower", "summary.json"]
     capsys.readouterr()

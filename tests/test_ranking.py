@@ -18,6 +18,13 @@ from gramtower.retrieval.topk import ranking
 pl = pytest.importorskip("polars", reason="tables are read with polars")
 
 M, N = 12, 60
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="lists of a GPU need one")
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+
+
+def ranked(device, P, Q, **given):
+    """The ranking of arrays on a device."""
+    return ranking(*(torch.from_numpy(one).to(device) for one in (P, Q)), **given)
 
 
 def embeddings(whole, rows=M, n=N, dim=4):
@@ -77,24 +84,26 @@ def same(found, expected, k, exact=True):
         np.testing.assert_allclose(scores, padded, rtol=0, atol=0 if exact else 1e-5)
 
 
+@on_devices
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("whole", [True, False])
-def test_added_numbers_and_a_least_score_are_exact(whole, loaded):
+def test_added_numbers_and_a_least_score_are_exact(whole, loaded, device):
     P, Q = embeddings(whole, n=N if not loaded else 6000)
     added = np.random.default_rng(0).integers(-4, 5, len(Q)).astype(np.float32) / 2
     allow, rules = np.arange(0, len(Q), 2), Rules(added=added, min_score=2.0)
-    found = ranking(P, Q, allow=allow, rules=rules).top(9, loaded=loaded)
+    found = ranked(device, P, Q, allow=allow, rules=rules).top(9, loaded=loaded)
     banned = np.ones((M, len(Q)), bool)
     banned[:, allow] = False
     same(found, brute(P, Q, 9, banned=banned, added=added, min_score=2.0), 9, whole)
     banned[:, :9] = True
-    few = ranking(P[:2], Q, allow=allow, deny=np.arange(9), rules=rules)  # whose candidates are not copied
+    few = ranked(device, P[:2], Q, allow=allow, deny=np.arange(9), rules=rules)  # whose candidates are not copied
     assert len(few.Q) == len(Q)
     same(few.top(9, loaded=loaded), brute(P[:2], Q, 9, banned=banned, added=added, min_score=2.0), 9, whole)
 
 
+@on_devices
 @pytest.mark.parametrize("whole", [True, False])
-def test_each_row_chooses_among_its_own_columns_only(whole):
+def test_each_row_chooses_among_its_own_columns_only(whole, device):
     P, Q = embeddings(whole)
     rng = np.random.default_rng(1)
     own, exclude = rng.random((M, N)) < 0.2, rng.random((M, N)) < 0.3
@@ -105,9 +114,8 @@ def test_each_row_chooses_among_its_own_columns_only(whole):
     for rules, more in ((Rules(), {}), (Rules(among=among, added=added), {"added": added})):
         if rules.among is not None:
             banned |= ~np.isin(np.arange(N), among)
-        made = ranking(
-            P, Q, own=sp.csr_matrix(own.astype(float)), exclude=sp.csr_matrix(exclude), deny=deny, rules=rules
-        )
+        pairs = {"own": sp.csr_matrix(own.astype(float)), "exclude": sp.csr_matrix(exclude)}
+        made = ranked(device, P, Q, **pairs, deny=deny, rules=rules)
         same(made.top(6), brute(P, Q, 6, banned=banned, **more), 6, whole)
         same(made.rows(slice(3, 7)).top(6), brute(P[3:7], Q, 6, banned=banned[3:7], **more), 6, whole)
 
@@ -117,10 +125,11 @@ def codes(cells):
     return np.array([[values.index(v) for v in sorted(c)] + [-1] * (widest - len(c)) for c in cells])
 
 
+@on_devices
 @pytest.mark.parametrize("chosen", [None, np.arange(1, N, 2)])
 @pytest.mark.parametrize("diversity", [0.0, 0.3, 0.9, 1.0])
 @pytest.mark.parametrize("quotas", [0, 1, 2])
-def test_quotas_and_diversity_are_those_of_one_choice_after_the_other(quotas, diversity, chosen):
+def test_quotas_and_diversity_are_those_of_one_choice_after_the_other(quotas, diversity, chosen, device):
     P, Q = embeddings(whole=diversity == 0)
     rng = np.random.default_rng(2)
     genre = [set(rng.choice(5, rng.integers(0, 3), replace=False).tolist()) for _ in range(N)]
@@ -129,7 +138,7 @@ def test_quotas_and_diversity_are_those_of_one_choice_after_the_other(quotas, di
     rules = Rules(groups=tuple((codes(cells), most) for cells, most in groups), diversity=diversity, min_score=-3.0)
     banned = np.zeros((M, N), bool) if chosen is None else np.tile(~np.isin(np.arange(N), chosen), (M, 1))
     for k in (3, 8, N):
-        made = ranking(P, Q, allow=chosen, rules=rules).top(k)
+        made = ranked(device, P, Q, allow=chosen, rules=rules).top(k)
         wanted = brute(P, Q, k, banned=banned, groups=groups, diversity=diversity, min_score=-3.0)
         same(made, wanted, k, exact=diversity == 0)
 
@@ -225,7 +234,8 @@ def model():
     return gt.TwoTower(dim=3, hidden=(), max_iterations=3, device="cpu").fit(given)
 
 
-def test_lists_of_a_model_are_those_of_brute_force(model, tmp_path):
+@on_devices
+def test_lists_of_a_model_are_those_of_brute_force(model, tmp_path, device):
     fitted = model.fitted_
     own = gt.Interactions.from_arrays(["u0", "u0", "u1", "u2", "u1"], ["i1", "i7", "i2", "i0", "never seen"])
     options = dict(table=FRAME, where="year >= 1990", boost={"in_stock": 0.2}, popularity=-0.1, at_most={"category": 1})
@@ -250,7 +260,7 @@ def test_lists_of_a_model_are_those_of_brute_force(model, tmp_path):
         ids, scores = model.recommend(model.left_.ids, 5, allow=allow, **options)
         same((np.array([[order.get(key, -1) for key in row] for row in ids]), scores), expected, 5, exact=False)
         path = tmp_path / "lists.csv"
-        model.recommend_all(path, 5, allow=allow, device="cpu", **options)
+        model.recommend_all(path, 5, allow=allow, device=device, **options)
         written = pl.read_csv(path)
         assert written["right"].to_list() == [model.right_.ids[j] for row in expected for j, _ in row]
 
@@ -280,18 +290,6 @@ def test_tables_and_allowed_pairs_that_say_nothing(model):
         ids, scores = model.recommend(["u1"], 3, allow=gt.Interactions.from_arrays(["nobody"], ["i1"]))
     assert ids.tolist() == [[None] * 3]
     assert np.isneginf(scores).all()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="lists of a GPU need one")
-def test_a_gpu_makes_the_same_lists():
-    P, Q = map(torch.from_numpy, embeddings(True))
-    own = sp.csr_matrix((np.random.default_rng(1).random((M, N)) < 0.4).astype(float))
-    rules = Rules(added=np.arange(N, dtype=np.float32), groups=((np.arange(N)[:, None] % 7, 1),), diversity=0.4)
-    for only in (None, own):
-        expected = ranking(P, Q, own=only, rules=rules).top(6)
-        found = ranking(P.cuda(), Q.cuda(), own=only, rules=rules).top(6)
-        np.testing.assert_array_equal(found[0], expected[0])
-        np.testing.assert_allclose(found[1], expected[1], rtol=1e-6)
 
 
 def test_lists_on_parts_of_a_file_do_not_mix_rules(model):

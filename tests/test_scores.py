@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
-from test_ranking import M, N, brute, codes, embeddings, same
+from test_ranking import M, N, brute, codes, embeddings, on_devices, ranked, same
 
 import gramtower as gt
 from gramtower.model.calibration import Calibration, calibrate, count_scores, reliability
 from gramtower.retrieval.list_rules import Rules
-from gramtower.retrieval.topk import ranking
 
 PLATT = Calibration(method="platt", population="all", pairs=100, positives=20, slope=1.5, intercept=-2.0)
 
@@ -26,9 +25,10 @@ def percentile(P, Q, i, j, banned, added=None):
     return 100 * sum(s <= own for s in scores) / len(scores)
 
 
+@on_devices
 @pytest.mark.parametrize("loaded", [False, True])
 @pytest.mark.parametrize("way", ["all", "deny", "allow", "own", "quotas", "diversity", "least"])
-def test_percentiles_are_shares_of_the_candidates_of_each_row(way, loaded):
+def test_percentiles_are_shares_of_the_candidates_of_each_row(way, loaded, device):
     P, Q = embeddings(whole=True, n=N if not loaded else 6000)  # exact scores, many of them equal
     rng = np.random.default_rng(5)
     n = len(Q)
@@ -50,8 +50,12 @@ def test_percentiles_are_shares_of_the_candidates_of_each_row(way, loaded):
         rules = more = {"diversity": 0.5}
     if way == "least":
         rules = {"min_score": 90.0}
-    found, values = ranking(P, Q, **given, rules=Rules(added=added, scores="percentile", **rules)).top(7, loaded=loaded)
-    raw = ranking(P, Q, **given, rules=Rules(added=added, **{**rules, "min_score": None})).top(7, loaded=loaded)[0]
+
+    def top(scores, **rules):
+        made = Rules(added=added, scores=scores, **rules)
+        return ranked(device, P, Q, **given, rules=made).top(7, loaded=loaded)
+
+    (found, values), (raw, _) = top("percentile", **rules), top("raw", **{**rules, "min_score": None})
     if way != "diversity":
         wanted = [[j for j, _ in row] for row in brute(P, Q, 7, banned=banned, added=added, groups=groups, **more)]
         assert [[j for j in row if j >= 0] for row in raw.tolist()] == wanted
@@ -63,14 +67,14 @@ def test_percentiles_are_shares_of_the_candidates_of_each_row(way, loaded):
         np.testing.assert_allclose(values[i], shown + [-math.inf] * (7 - len(shown)), rtol=1e-6)
 
 
-def test_probabilities_are_those_of_scores_without_what_is_added():
+@on_devices
+def test_probabilities_are_those_of_scores_without_what_is_added(device):
     P, Q = embeddings(whole=True)
     added = np.random.default_rng(0).normal(size=N).astype(np.float32) * 1000
     for rules in (Rules(), Rules(added=added), Rules(diversity=0.4)):
-        columns, plain = ranking(P, Q, rules=rules).top(5)
-        found, values = ranking(P, Q, rules=Rules(**vars(rules) | {"scores": "probability", "probability": PLATT})).top(
-            5
-        )
+        columns, plain = ranked(device, P, Q, rules=rules).top(5)
+        calibrated = Rules(**vars(rules) | {"scores": "probability", "probability": PLATT})
+        found, values = ranked(device, P, Q, rules=calibrated).top(5)
         assert np.array_equal(found, columns)
         raw = np.array([[float(P[i] @ Q[j]) for j in row] for i, row in enumerate(columns)])
         np.testing.assert_allclose(values, 1 / (1 + np.exp(2.0 - 1.5 * raw)), rtol=1e-6)
@@ -79,7 +83,8 @@ def test_probabilities_are_those_of_scores_without_what_is_added():
         )
     least = Rules(scores="probability", probability=PLATT, min_score=0.9)
     kept = brute(P, Q, 5, min_score=(math.log(0.9 / 0.1) + 2) / 1.5)
-    same((ranking(P, Q, rules=least).top(5)[0], ranking(P, Q, rules=Rules(min_score=2.8)).top(5)[1]), kept, 5)
+    raw = ranked(device, P, Q, rules=Rules(min_score=2.8))
+    same((ranked(device, P, Q, rules=least).top(5)[0], raw.top(5)[1]), kept, 5)
 
 
 def population(seed=0, m=60, n=45, dim=3):
@@ -262,12 +267,13 @@ def test_bad_input_is_refused_by_name(trained):
         model.calibrate(known)
 
 
-def test_lists_of_everyone_have_the_same_scores_and_go_on_only_with_them(trained, tmp_path):
+@on_devices
+def test_lists_of_everyone_have_the_same_scores_and_go_on_only_with_them(trained, tmp_path, device):
     pl = pytest.importorskip("polars", reason="files of lists are written with polars")
     model, held_out, _ = trained
     model.calibrate(held_out)
     for scores in ("probability", "percentile"):
-        model.recommend_all(tmp_path / "l.parquet", k=4, scores=scores)
+        model.recommend_all(tmp_path / "l.parquet", k=4, scores=scores, device=device)
         table = pl.read_parquet(tmp_path / "l.parquet")
         _, values = model.recommend(model.left_.ids, k=4, scores=scores)
         np.testing.assert_allclose(table["score"].to_numpy(), values[np.isfinite(values)], rtol=1e-5)

@@ -146,6 +146,7 @@ def test_an_encoder_that_gives_anything_but_a_vector_for_each_text_is_refused(fu
 def test_arguments_are_checked(tmp_path):
     for given, message in [
         (lambda: gt.text.Encoder(tmp_path / "absent"), "model: got .*absent.*folder"),
+        (lambda: gt.text.Encoder(tmp_path).encode(["a"]), "encoder: got .*without config.json"),
         (lambda: gt.text.Encoder("owner/model", name="other"), "name: got 'other'"),
         (lambda: gt.text.Encoder(letters, batch_size=0), "batch_size"),
         (lambda: gt.text.Encoder(letters).encode("text"), "texts: got str"),
@@ -211,7 +212,9 @@ def test_a_loaded_model_encodes_new_rows_by_the_same_model(tmp_path):
     (tmp_path / "model").rename(tmp_path / "moved")
     lost = gt.load(tmp_path / "one.gramtower")
     assert len(lost.recommend(["u1"], k=3)[0][0]) == 3
-    with pytest.raises(ValueError, match=r"model: got .*model'.*folder"):
+    with pytest.raises(
+        ValueError, match=r"column 'title': .*model': got no such folder, expected its new place: gt.load"
+    ):
         lost.embed(right_features=new)
     name = str((tmp_path / "model").resolve())
     gt.load(tmp_path / "one.gramtower", encoders={name: tmp_path / "moved"}).save(tmp_path / "two.gramtower")
@@ -309,6 +312,8 @@ def test_the_shell_fits_updates_and_recommends_with_encoders(tmp_path, capsys):
     capsys.readouterr()
     assert run(bad) == 2
     assert "'titel'" in capsys.readouterr().err
+    assert run([*fit[:-1], "title", "--fresh"]) == 2
+    assert "--right-encoder: got 'title', expected COLUMN=MODEL" in capsys.readouterr().err
 
 
 def test_the_server_encodes_new_rows(tmp_path, monkeypatch):

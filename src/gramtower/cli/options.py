@@ -283,11 +283,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return check.near(name, list(known), 1, 0.0)[0]
 
 
-def parse_option(text: str) -> tuple[str, Any]:
+def parse_option(text: str, flag: str = "option", expected: str = "NAME=VALUE") -> tuple[str, Any]:
     """Name and value of ``NAME=VALUE``; the value as TOML where it is that, otherwise as text."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
-        check.fail("option", repr(text), "NAME=VALUE")
+        check.fail(flag, repr(text), expected)
     try:
         return name.strip(), tomllib.loads(f"x = {value}")["x"]
     except (ValueError, RecursionError):

@@ -44,7 +44,7 @@ def evaluate(
     exclude: Path | None = None,
     by: str | None = None,
     candidates: str = "all",
-    allow: Texts = None,
+    allow: Many = None,
     left_features: Path | None = None,
     right_features: Path | None = None,
     histories: Path | None = None,
@@ -66,7 +66,8 @@ def evaluate(
         exclude: Further pairs to leave out of the ranking, a file like the test.
         by: A break-down: popularity (of right entities) or activity (of left ones).
         candidates: all that are ranked, with those of --right-features, or trained: those of the training data.
-        allow: Id of a right entity; only those given are ranked; may be repeated. Pairs of others are left out.
+        allow: Ids of right entities, one or several, or @FILE with one in each line: only these are ranked; may be
+            repeated. Pairs of others are left out.
         left_features: Take the left entities of this table as new ones, described by it.
         right_features: Table of right entities, of which new ones are ranked among the others.
         histories: Take the left entities of these pairs as new ones, described by them, a file like the test.
@@ -81,8 +82,9 @@ def evaluate(
         new["right_features"] = reading.rows_with_ids(model, right_features, "right", common.note)
     for name, path in (("histories", histories), ("exclude", exclude)):
         if path is not None:
-            new[name] = reading.read_like(settings, path, f"--{name}", data)
-    new["allow"] = keys_of(model, "right", allow)
+            without = ["context"] if name == "exclude" else []
+            new[name] = reading.read_like(settings, path, f"--{name}", data, without)
+    new["allow"] = keys_of(model, "right", listed("--allow", allow))
     found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
     counts = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out, "left_out": found.left_out}
     counts |= {"exclude_seen": exclude_seen}
@@ -129,6 +131,9 @@ def off_policy(
         seed: Of the bootstrap.
     """
     model, settings = reading.open_model(run)
+    if model.fitted_.combinations is not None:
+        instead = "one without; gramtower.metrics.off_policy takes lists of recommend(users, context=...)"
+        check.fail("RUN", "a model with context columns", instead)
     frame = reading.read_frame("LOG", log)
     r, p = (
         frame[pick(name, column, frame.columns)].cast(polars().Float64, strict=False).fill_null(np.nan).to_numpy()
@@ -209,7 +214,7 @@ def recommend(
         exclude: Pairs of which none is to be shown, a file like the one the run read.
         allow: Ids of right entities, one or several, or @FILE with one in each line: only these; may be repeated.
             Unknown ids are ignored and counted.
-        allow_pairs: Pairs instead of ids, a file like the one the run read: each left entity has only its own.
+        allow_pairs: Pairs instead of ids, in a file with the run's columns of ids: each left entity has only its own.
         deny: The same: never these. An id that begins with @ is written with another @ before it.
         candidates: all that there are, with those of --right-features, or trained: those of the training data.
         where: Only right entities whose columns of the right table match, such as "genre == 'Comedy' and year >= 1990".
@@ -250,19 +255,20 @@ def recommend(
     for name, ids in (("deny", deny), ("allow", allow)):
         options[name] = keys_of(model, "right", listed(f"--{name}", ids))
     if exclude is not None:
-        options["exclude"] = reading.read_like(settings, exclude, "--exclude")
+        options["exclude"] = reading.read_like(settings, exclude, "--exclude", without=["context"])
     if allow_pairs is not None:
         if allow is not None:
             check.fail("--allow, --allow-pairs", "both", "one of them")
-        options["allow"] = reading.read_like(settings, allow_pairs, "--allow-pairs")
+        without = ("context", "event", "event_weights", "weight", "time")
+        options["allow"] = reading.read_like(settings, allow_pairs, "--allow-pairs", without=without)
     new = None if right_features is None else reading.rows_with_ids(model, right_features, "right", common.note)
     options |= {} if new is None else {"right_features": new}
     table = _right_table(model, settings, right_table or right_features, right_id, right_title, new, common)
     options |= {"popularity": popularity, "diversity": diversity, "min_score": min_score, "where": where}
     options["scores"] = scores
-    options |= {
-        name: dict(map(parse_option, given)) for name, given in (("boost", boost), ("at_most", at_most)) if given
-    }
+    for name, flag, given in (("boost", "--boost", boost), ("at_most", "--at-most", at_most)):
+        if given:
+            options[name] = dict(parse_option(text, flag, "COLUMN=NUMBER") for text in given)
     if where is not None or boost or at_most:
         if table is None:
             check.fail("--where, --boost, --at-most", "no table", "--right-table as well, which has the columns")
@@ -279,7 +285,8 @@ def recommend(
         options["context"] = {name: value for name, _, value in (text.partition("=") for text in context)}
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
     found, values = model.recommend(known, k, **options)
-    return _show("left", asked if known is None else known, "right", found, values, common, table)
+    heads = model.fitted_.list_columns
+    return _show("left", asked if known is None else known, heads, found, values, common, table)
 
 
 def listed(flag: str, given: list[str] | None) -> list[str] | None:
@@ -397,7 +404,8 @@ def similar(
     new, titled = options.get("right_features"), None
     if side == "right":
         titled = _right_table(model, settings, right_table, right_id, right_title, new, common)
-    return _show(side, names if keys is None else keys, "similar", found, scores, common, titled)
+    heads = model.fitted_.list_columns[side == "right"], "similar"
+    return _show(side, names if keys is None else keys, heads, found, scores, common, titled)
 
 
 def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> list[Key] | None:
@@ -413,13 +421,16 @@ def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> list[Key] | No
 def _show(
     asked_name: str,
     asked: Sequence[Key],
-    found_name: str,
+    heads: tuple[str, str],
     found: NDArray[np.generic],
     scores: NDArray[np.float32],
     common: Common,
     table: _Titled | None = None,
 ) -> int:
-    """One list for each entity asked about, with titles where there are some; places without an answer are left out."""
+    """One list for each entity asked about, with titles where there are some; places without an answer are left out.
+
+    ``asked_name`` is the key of an entity in JSON; ``heads`` are the heads of the columns of ids.
+    """
     titles = None if table is None else table[0].titles
     named = {} if table is None or titles is None else dict(zip(table[1], titles, strict=True))
     answers = [
@@ -432,13 +443,16 @@ def _show(
     ]
     lists = [*zip(asked, answers, strict=True)]
     shown = [*(["title"] if named else []), "score"]
-    rows = [
-        (str(key) if rank == 1 else "", rank, str(one["id"]), *(one[name] for name in shown))
-        for key, answer in lists
-        for rank, one in enumerate(answer, start=1)
-    ]
+    rows: list[tuple[object, ...]] = []
+    for key, answer in lists:
+        rows += [
+            (str(key) if rank == 1 else "", rank, str(one["id"]), *(one[name] for name in shown))
+            for rank, one in enumerate(answer, start=1)
+        ]
+        if not answer:
+            rows.append((str(key), None, None, *[None] * len(shown)))
     content = {"answers": [{asked_name: key, "results": answer} for key, answer in lists]}
-    return common.answer(content, Table((asked_name, "rank", found_name, *shown), rows))
+    return common.answer(content, Table((heads[0], "rank", heads[1], *shown), rows))
 
 
 def explain(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -101,9 +101,15 @@ def _check_labels(labels: NDArray[np.float32], options: DataOptions, loss: str |
             check.fail("--value", f"{wrong[0]:g} in column {options.value!r}", expected)
 
 
-def read_like(settings: Settings, path: Path, name: str, flags: ReadOptions | None = None) -> Interactions:
-    """The pairs of a file like that of a run: with its columns, and its format if both are of a kind; flags win."""
+def read_like(
+    settings: Settings, path: Path, name: str, flags: ReadOptions | None = None, without: Sequence[str] = ()
+) -> Interactions:
+    """The pairs of a file like that of a run: with its columns, and its format if both are of a kind; flags win.
+
+    Options named in ``without`` are those of the run that the file need not have.
+    """
     given = settings.data.path
+    settings = replace(settings, data=replace(settings.data, **dict.fromkeys(without)))
     if given is not None and Path(given).suffixes != path.suffixes:
         settings = replace(settings, data=replace(settings.data, format=None))
     return read_pairs(path, settings.with_flags(flags).data, name=name)
@@ -236,8 +242,12 @@ def read_table(side: str, path: Path, settings: Settings) -> FeatureTable:
     frame = read_frame(f"{side}_features", path)
     column = id_column(side, frame, getattr(options, f"{side}_id"), getattr(settings.data, side))
     kinds, encoders = (
-        {name: str(value) for name, value in map(parse_option, getattr(options, f"{side}_{flag}") or [])}
-        for flag in ("column", "encoder")
+        {
+            name: str(value)
+            for text in getattr(options, f"{side}_{flag}") or []
+            for name, value in [parse_option(text, f"--{side}-{flag}", f"COLUMN={expected}")]
+        }
+        for flag, expected in (("column", "KIND"), ("encoder", "MODEL"))
     )
     further: dict[str, Any] = {
         "separator": options.list_separator,

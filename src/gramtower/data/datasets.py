@@ -86,14 +86,14 @@ def paper_shape(name: str, seed: int = 0) -> sp.csr_matrix:
 
 def packages() -> Interactions:
     """npm packages of 2016 and their dependencies: pairs (package, dependency)."""
-    return _bundled("npm-core.txt.xz", " ")
+    return _bundled("npm-core.txt.xz", " ").renamed("package", "dependency")
 
 
 def thesaurus() -> Interactions:
     """A core of the Moby thesaurus: pairs (head, word)."""
-    return _bundled("moby-core.txt.xz", ",")
+    return _bundled("moby-core.txt.xz", ",").renamed("head", "word")
 
 
 def _bundled(name: str, separator: str) -> Interactions:
     with as_file(files("gramtower.data").joinpath("bundled", name)) as path:
-        return item_lists(path, separator=separator).renamed("left", "right")
+        return item_lists(path, separator=separator)

@@ -304,6 +304,8 @@ class Encoded(Vector):
         name = f"column {self.column!r}: encoder {self.encoder!r}"
         if self.used is None and not self.digest:
             check.fail(name, "no function", f"gt.load(path, encoders={{{self.encoder!r}: function}})")
+        if self.used is None and os.path.isabs(self.encoder) and not os.path.isdir(self.encoder):
+            check.fail(name, "no such folder", f"its new place: gt.load(path, encoders={{{self.encoder!r}: FOLDER}})")
         encoder = self.used or TextEncoder(self.encoder)
         if not self.known and (found := encoder.difference(self.digest, self.probe)) is not None:
             check.fail(name, found, f"the encoder of the training, with vectors of length {len(self.mean)}")

@@ -24,6 +24,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
+from time import time as clock
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -425,15 +426,26 @@ def duration(name: str, value: object) -> float:
     return found
 
 
+def _date(seconds: float) -> str:
+    return str(np.datetime64(round(seconds), "s"))
+
+
 def decays(times: NDArray[np.float64], half_life: object, now: object = None) -> NDArray[np.float64]:
-    """2^(−age / half_life) of each time; age counts from ``now`` or from the newest time. NaN stays NaN."""
+    """2^(−age / half_life) of each time; age counts from ``now`` or from the newest time. NaN stays NaN.
+
+    A time in the future is refused, as all others would count for nothing, unless ``now`` is as late.
+    """
     half, newest = duration("half_life", half_life), float(np.max(times, initial=-np.inf, where=~np.isnan(times)))
     if newest > _LATEST:
         check.fail("time", f"{newest:.0f}", "dates, or seconds since 1970: divide milliseconds by 1000")
+    if now is None and newest > (today := clock()) + _SECONDS["d"]:  # a day for time zones
+        given = f"{int((times > today).sum()):,} times in the future, up to {_date(newest)}"
+        expected = "times of the past; leave these rows out, or pass now=, the time from which ages count"
+        check.fail("time", given, expected)
     end = newest if now is None else moment("now", now)
     if end < newest:
-        later = f"{end:.0f} with {int((times > end).sum()):,} later times, up to {newest:.0f} (seconds since 1970)"
-        check.fail("now", later, "the newest time or a later one; leave out what came after it")
+        given = f"{_date(end)} with {int((times > end).sum()):,} later times, up to {_date(newest)}"
+        check.fail("now", given, "the newest time or a later one; leave out what came after it")
     found: NDArray[np.float64] = np.exp2((times - end) / half)
     if len(found) and not np.nanmax(found, initial=0.0) > np.finfo(np.float32).tiny:
         check.fail("half_life", repr(half_life), "a duration after which the newest pair has a weight above 0")

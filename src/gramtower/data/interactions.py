@@ -341,6 +341,10 @@ class Interactions:
         rule, known = Rule(None, False, duplicates), event_weights(weights)
         if half_life is not None and time is None:
             check.fail("half_life", repr(half_life), "time= as well: the column of times")
+        if now is not None and half_life is None:
+            check.fail("now", repr(now), "half_life= as well")
+        if not any(known.values()):
+            check.fail("weights", "only zeros", "a number above 0 for some type of event")
         texts, others = column_choices(left, right, context, time=time)
         texts.append(("event", event))
         columns = frames.read_columns("events", events, texts, others)

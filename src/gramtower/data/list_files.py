@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from polars import DataFrame, Series
 
 ENDINGS = (".parquet", ".csv", ".tsv")
-COLUMNS = ("left", "rank", "right", "score")
 _ANSWERS = 1 << 20  # of a part
 _SCORE, _PLACE = 12, 3  # bytes: most characters of a score, and of a dictionary's place in Parquet
 _PART = re.compile(r"part-[0-9]{6}\.(parquet|csv|tsv)")
@@ -46,7 +45,7 @@ class ListFile:
     """A writer for a table of lists of length k; the ending of ``path`` decides the format.
 
     ``ids`` and ``sizes`` are of the left and the right entities; None for row numbers. ``marks`` are facts about the
-    lists, as JSON values by name; a run continues only if they are equal.
+    lists, as JSON values by name; a run continues only if they are equal. ``names`` are those of the columns of ids.
     """
 
     def __init__(
@@ -56,6 +55,7 @@ class ListFile:
         sizes: tuple[int, int],
         k: int,
         marks: Mapping[str, object],
+        names: tuple[str, str] = ("left", "right"),
     ) -> None:
         self._ending = path.suffix.lower()
         if self._ending not in ENDINGS:
@@ -66,7 +66,10 @@ class ListFile:
         self.rows = min(sizes[0], max(1, _ANSWERS // k // 1024 * 1024 or _ANSWERS // k))
         self.parts = -(-self.lists // self.rows)
         self._k, self._left, self._right = k, _column(ids[0], sizes[0]), _column(ids[1], sizes[1])
-        self._marks = {"k": k, "left entities": sizes[0], "rows of a part": self.rows, **marks}
+        self._columns = [names[0], "rank", names[1], "score"]
+        self._marks = {
+            "k": k, "left entities": sizes[0], "rows of a part": self.rows, "columns": self._columns, **marks,
+        }  # fmt: skip
 
     def begin(self, fresh: bool = False) -> int:
         """Create or find the folder (``fresh``: without the parts of an earlier run); returns how many parts it has.
@@ -111,7 +114,7 @@ class ListFile:
         """Estimate the bytes of parts and table."""
         answers, left, right = self.lists * self._k, _length(self._left), _length(self._right)
         if self._ending != ".parquet":
-            return round(2 * answers * (left + right + len(str(self._k)) + _SCORE + len(COLUMNS)))
+            return round(2 * answers * (left + right + len(str(self._k)) + _SCORE + len(self._columns)))
         known = min(len(self._right), self.rows * self._k)  # each part has a dictionary of its ids
         return round(2 * (answers * (4 + 1 + _PLACE) + self.lists * left + self.parts * known * right))
 
@@ -122,7 +125,7 @@ class ListFile:
         right = self._right.gather(pl.Series(columns[kept], dtype=pl.UInt32))
         rank = pl.Series((places + 1).astype(np.int32))
         made = left, rank, right, pl.Series(values[kept])
-        return cast("DataFrame", pl.DataFrame(dict(zip(COLUMNS, made, strict=True))))
+        return cast("DataFrame", pl.DataFrame(dict(zip(self._columns, made, strict=True))))
 
     def _name(self, part: int) -> Path:
         return self.folder / f"part-{part:06d}{self._ending}"

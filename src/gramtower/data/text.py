@@ -199,6 +199,9 @@ def _cache_folder() -> Path:
 def _load(name: str, device: str | None, batch_size: int) -> tuple[Function, str]:
     """The function and the digest of a pretrained model."""
     _model_name(name)  # a folder that was there may be gone
+    folder = Path(name)
+    if folder.is_dir() and not any((folder / one).is_file() for one in ("config.json", "modules.json")):
+        check.fail("encoder", f"{name}, without config.json and modules.json", "the folder of a saved model")
     try:
         config = _config(name)
         if config is not None and config.get("model_type", "model2vec") == "model2vec":  # networks name another type

@@ -1,7 +1,7 @@
 """Lists as Arrow batches: the same lists for Spark, for Ray and for everything that reads and writes Arrow streams.
 
 A :class:`Lists` has the embeddings, the pairs to leave out and the rules of a ranking, prepared once. It can be sent to
-other processes, and turns batches of left ids into batches of answers with the columns left, rank, right and score.
+other processes, and turns batches of left ids into batches of answers with the columns of the file of recommend_all.
 Cost: that of ``recommend`` for the rows of a batch. Memory: the model, and the answers of one batch.
 """
 
@@ -19,7 +19,6 @@ from gramtower._util.checks import need
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import IdsLike
 from gramtower.data.interactions import PairsLike
-from gramtower.data.list_files import COLUMNS
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.model.fitted import FittedModel
 from gramtower.model.side import Side
@@ -108,7 +107,8 @@ def lists_of(model: Model, k: int = 10, **options: Unpack[ListOptions]) -> Lists
     here, ranking = fitted.ranked(**options)
     right_ids = pa.array(np.arange(len(here.right)) if here.right.ids is None else here.right.ids)
     types = [_type(here.left), pa.int32(), _type(here.right), pa.float32()]
-    schema = pa.schema([pa.field(*pair) for pair in zip(COLUMNS, types, strict=True)])
+    left, right = here.list_columns
+    schema = pa.schema([pa.field(*pair) for pair in zip((left, "rank", right, "score"), types, strict=True)])
     return Lists(here.left, ranking, right_ids, min(k, len(here.right)), schema)
 
 
@@ -135,7 +135,7 @@ def recommend(
         options: filters, exclusions and other rules, as for ``recommend_all``.
 
     Returns:
-        A ``pyarrow.RecordBatchReader`` with a row for each answer: left, rank from 1, right and score. DuckDB and
+        A ``pyarrow.RecordBatchReader`` with a row for each answer: left id, rank from 1, right id and score. DuckDB and
         polars read it like a table.
     """
     pa = need("pyarrow", _USE)

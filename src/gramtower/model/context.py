@@ -122,7 +122,16 @@ class Combinations:
 
     def spread(self, pairs: sp.csr_matrix) -> sp.csr_matrix:
         """The pairs of combinations with those of the same user in other contexts, as ones."""
-        return sp.csr_matrix(self.seen(pairs)[self._users[2]])
+        return self.of_combinations(self.seen(pairs))
+
+    def of_combinations(self, pairs: sp.csr_matrix) -> sp.csr_matrix:
+        """Pairs of :attr:`users` as those of each of their combinations."""
+        return sp.csr_matrix(pairs[self._users[2]])
+
+    def row(self, place: int) -> dict[str, list[str | None]]:
+        """A table of the combination in one place of :attr:`ids`, for the left tower."""
+        cells = _cells(self.ids[[place]], self.columns)
+        return {name: [_text(cell) for cell in column] for name, column in cells.items()}
 
     def features(self, places: NDArray[np.int64], context: Context | None) -> dict[str, list[str | None]]:
         """A table of users in a context, for the left tower."""

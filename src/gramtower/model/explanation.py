@@ -177,6 +177,8 @@ class Explainer:
     ) -> sp.csr_matrix:
         """What the tower sees of an entity, one row."""
         inputs, fitted = this.inputs, self._fitted
+        if features is None and own is not None and this.name == "left" and fitted.combinations is not None:
+            features = fitted.combinations.row(own)
         if features is None and inputs.given:
             expected = f"the row that describes the {this.name} entity: a model keeps how features are made, not rows"
             check.fail(f"{this.name}_features", "None", expected)

@@ -280,6 +280,9 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
     if not fitted.plain_pairs:
         given = "a model fitted with labels other than 1 or with weights, which it does not keep"
         check.fail("model", given, "fit(pairs, warm_start=True) with all pairs, old and new")
+    if fitted.left.inputs.has_order:
+        given = "a model of recent histories, which does not keep the order of its pairs"
+        check.fail("model", given, "fit(pairs, warm_start=True) with all pairs and their times, old and new")
     ids, observed = fitted.ids, fitted.observed()
     if ids[0] is None or ids[1] is None:
         if not sp.issparse(more):
@@ -291,8 +294,9 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
         check.fail("more_pairs", type(more).__name__, "gramtower.Interactions, as in training")
     context = () if fitted.combinations is None else tuple(fitted.combinations.columns[1:])
     if more.context != context:
-        given = ", ".join(more.context) or "no columns"
-        check.fail("more_pairs", f"pairs with context {given}", f"context={list(context)}, as in training")
+        given = f"pairs with context {', '.join(more.context)}" if more.context else "pairs without context columns"
+        expected = f"pairs read with context={list(context)}" if context else "pairs without context columns"
+        check.fail("more_pairs", given, f"{expected}, as in training")
     kept = [
         np.flatnonzero((np.arange(len(side)) < side.trained) | (counts > 0) | (not drop))
         for side, counts, drop in zip(fitted.sides, _degrees(observed), dropped, strict=True)

@@ -183,9 +183,9 @@ class FittedModel:
 
     def __str__(self) -> str:
         sides = (
-            f"{len(side):,} {side.name} entities by {side.inputs.text}"
+            f"{len(side):,} {name} entities by {side.inputs.text}"
             + (f" through hidden layers of {', '.join(map(str, widths))}" if widths else "")
-            for side, widths in zip(self.sides, self.hidden, strict=True)
+            for side, widths, name in zip(self.sides, self.hidden, self.list_columns, strict=True)
         )
         length = ", those of a side of one length" if self.normalize else ""
         moved = ", known entities moved by their own pairs" if self.refine else ""
@@ -197,8 +197,8 @@ class FittedModel:
 
     def html_facts(self) -> str:
         sides = [
-            (side.name, len(side), side.inputs.text, ", ".join(map(str, widths)) or "none")
-            for side, widths in zip(self.sides, self.hidden, strict=True)
+            (name, len(side), side.inputs.text, ", ".join(map(str, widths)) or "none")
+            for side, widths, name in zip(self.sides, self.hidden, self.list_columns, strict=True)
         ]
         facts: dict[str, object] = {"size of embeddings": self.dim, "ω": self.omega, "pairs": int(self.trained.nnz)}
         drawn = ""
@@ -274,7 +274,8 @@ class FittedModel:
                 expected = "held-out pairs, or a model that was fitted with validation= and without refit="
                 check.fail(name, "None, and the model has no validation pairs", expected)
         else:
-            found = self.aligned(name, Columns().read_pairs(name, given))
+            read = Columns(context=self.context_of(given)).read_pairs(name, given)
+            found = self.aligned(name, read)
             refuse_strangers(name, found, self.ids)
             if found.example is not None:
                 warn_of_pairs(name, found.total - found.pairs.nnz, found.total, found.example[0])
@@ -369,7 +370,8 @@ class FittedModel:
             threshold: smallest value that makes a pair.
         """
         exclude_seen = check.flag("exclude_seen", exclude_seen)
-        test = Columns(left, right, value, threshold=threshold).read_pairs("test", test)
+        columns = Columns(left, right, value, threshold=threshold, context=self.context_of(test))
+        test = columns.read_pairs("test", test)
         histories = Columns().read_pairs("histories", histories) if is_table(histories) else histories
         here = self._grown("right", right_features)[0]._with_combinations(test)
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
@@ -449,8 +451,9 @@ class FittedModel:
                 ``{"device": "tv"}``; a value is for all ids, a list has one for each. What is not given, or was not
                 there in training, counts as missing. What a user has seen in any context is left out.
             as_frame: return a table, of polars if it is installed and otherwise of pandas, with a row for each answer:
-                ``left``, ``rank`` from 1, ``right``, ``score``. New left entities are called by the ids that a table
-                of them has, or by their row from 0.
+                left id, ``rank`` from 1, right id, ``score``. The columns of ids are called as in the training data,
+                such as ``user`` and ``item``, or ``left`` and ``right`` if that has no names. New left entities are
+                called by the ids that a table of them has, or by their row from 0.
             table: a table of right entities for ``where``, ``boost`` and ``at_most``, whose columns, such as titles,
                 are joined to the answers with ``as_frame``: a frame, file or FeatureTable with ids in the column "id"
                 or else in the first.
@@ -491,8 +494,7 @@ class FittedModel:
         def paired(name: str, given: PairsLike) -> sp.csr_matrix:
             if new:
                 return here._paired_of_new(name, given, what, len(P))
-            users = None if asked_in is None or here.combinations is None else here.combinations.users
-            return here._paired(name, given, users)[rows]
+            return here._paired(name, given, of_users=asked_in is not None)[rows]
 
         if exclude is not None:
             left_out.append(paired("exclude", exclude))
@@ -503,7 +505,7 @@ class FittedModel:
         )  # fmt: skip
         found, values = made.top(min(k, len(here.right)))
         ids = here.right.names(found)
-        return _framed(asked, ids, values, ("left", "right"), table) if as_frame else (ids, values)
+        return _framed(asked, ids, values, self.list_columns, table) if as_frame else (ids, values)
 
     def recommend_all(
         self,
@@ -530,8 +532,9 @@ class FittedModel:
     ) -> int:
         """Write the lists of all left entities, those of :meth:`recommend`, to a table, in bounded memory.
 
-        One row for each answer, in order of left entities: left id, rank from 1, right id and score. While it is being
-        written its parts are in a folder ``PATH.parts`` next to it; the same call continues one that was killed.
+        One row for each answer, in order of left entities: left id, rank from 1, right id and score, called as in the
+        frame of :meth:`recommend`. While it is being written its parts are in a folder ``PATH.parts`` next to it; the
+        same call continues one that was killed.
 
         Args:
             path: the table or its URL: .parquet, .csv or .tsv. Needs polars: ``pip install "gramtower[io]"``.
@@ -568,7 +571,8 @@ class FittedModel:
             exclude_seen, exclude, allow, deny, candidates, table, right_features, where=where, boost=boost,
             popularity=popularity, diversity=diversity, at_most=at_most, min_score=min_score, scores=scores,
         )  # fmt: skip
-        return write_lists(here.ids, here.shape, made, path, min(k, len(here.right)), on, fresh, progress)
+        most, names = min(k, len(here.right)), self.list_columns
+        return write_lists(here.ids, here.shape, made, path, most, on, fresh, progress, names)
 
     def ranked(
         self, exclude_seen: bool = True, exclude: PairsLike | None = None, allow: IdsLike | PairsLike | None = None,
@@ -610,7 +614,7 @@ class FittedModel:
             left_features: new left entities, asked about and listed like the others; see ``right_features`` of
                 :meth:`recommend`.
             right_features: new right entities.
-            as_frame: return a table as :meth:`recommend` does, with columns called after the side, ``rank``,
+            as_frame: return a table as :meth:`recommend` does, with columns for the id asked about, ``rank``,
                 ``similar`` and ``score``.
             table: with ``as_frame``, a table of entities of the side, as for :meth:`recommend`.
 
@@ -639,9 +643,11 @@ class FittedModel:
             unit[torch.from_numpy(rows)], unit, min(check.count("k", k), len(this)),
             exclude=own, deny=np.flatnonzero(~directed),
         )  # fmt: skip
-        names = this.names(found)
+        names, asked = this.names(found), self.list_columns[side == "right"]
         return (
-            _framed(this.names(rows).tolist(), names, scores, (side, "similar"), table) if as_frame else (names, scores)
+            _framed(this.names(rows).tolist(), names, scores, (asked, "similar"), table)
+            if as_frame
+            else (names, scores)
         )
 
     @cached_property
@@ -667,6 +673,10 @@ class FittedModel:
         """The combinations of ids and context that left entities are; None in a model without context."""
         return Combinations.of(self.left.inputs, self.left.ids)
 
+    def context_of(self, given: object) -> list[str] | None:
+        """The context columns to read of a table of pairs; None of pairs that were read before, or without context."""
+        return None if self.combinations is None or not is_table(given) else self.combinations.columns[1:]
+
     def in_context(self, left: IdsLike, context: Context | None) -> tuple[NDArray[np.int64], Tensor] | None:
         """Users of a model with context, by place, and their embeddings in it.
 
@@ -690,8 +700,8 @@ class FittedModel:
             return self
         new = join(test.left_ids, self.left.index) < 0
         if new.all() and test.context != tuple(known.columns[1:]):
-            given = ", ".join(test.context) or "no columns"
-            check.fail("test", f"pairs with context {given}", f"pairs with context={known.columns[1:]}")
+            given = f"pairs with context {', '.join(test.context)}" if test.context else "pairs without context columns"
+            check.fail("test", given, f"pairs read with context={known.columns[1:]}")
         fresh = known.of_users(test.left_ids[new])
         if not len(fresh):
             return self
@@ -706,6 +716,12 @@ class FittedModel:
     def ids(self) -> Ids:
         """Ids of both sides; None for row numbers."""
         return self.left.ids, self.right.ids
+
+    @property
+    def list_columns(self) -> tuple[str, str]:
+        """Names of the columns of left and right ids in tables of lists: as in the data, unless they are not free."""
+        taken = self.names[0] == self.names[1] or not {"rank", "similar", "score"}.isdisjoint(self.names)
+        return FittedModel.names if taken else self.names
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -807,20 +823,24 @@ class FittedModel:
         found = align(name, pairs, self.ids, (rows.total, self.shards.right.total), self.numbered)
         return replace(found, pairs=found.pairs[rows.first : rows.stop])
 
-    def _paired(self, name: str, given: PairsLike, users: IdArray | None = None) -> sp.csr_matrix:
-        """The pairs of an argument, in the model's rows or in those of users without context.
+    def _paired(self, name: str, given: PairsLike, of_users: bool = False) -> sp.csr_matrix:
+        """The pairs of an argument, in the model's rows or in those of its users without context.
 
-        Pairs of others change nothing, with a warning if all are.
+        In a model with context a pair holds for its user in all contexts. Pairs of others change nothing, with a
+        warning if all are.
         """
-        pairs = Columns().read_pairs(name, given)
-        if users is None:
+        pairs, known = Columns().read_pairs(name, given), self.combinations
+        if known is None or not isinstance(pairs, Interactions):
             found = self.aligned(name, pairs)
         else:
-            shape = len(users), len(self.right)
-            found = align(name, pairs, (users, self.right.ids), shape, (None, self.right.numbered))
+            if pairs.context or (join(pairs.left_ids, self.left.index) >= 0).any():
+                own = Combinations(known.columns, pairs.left_ids)
+                pairs = Interactions(own.seen(pairs.matrix), own.users, pairs.right_ids)
+            shape = len(known.users), len(self.right)
+            found = align(name, pairs, (known.users, self.right.ids), shape, (None, self.right.numbered))
         if self.shards.single and found.example is not None and not found.pairs.nnz:
             warn_of_pairs(name, found.total, found.total, found.example[0])
-        return found.pairs
+        return found.pairs if known is None or of_users else known.of_combinations(found.pairs)
 
     def _paired_of_new(self, name: str, given: PairsLike, what: Described | None, count: int) -> sp.csr_matrix:
         """The pairs of an argument for new left entities: by their ids, or row by row."""
@@ -1073,14 +1093,14 @@ def pattern_of(matrix: sp.csr_matrix | None, shape: tuple[int, int] | None = Non
 
 def write_lists(
     ids: Ids, shape: tuple[int, int], ranking: Ranking, path: Path, k: int, device: torch.device, fresh: bool,
-    progress: Callable[[int, int], object] | None,
+    progress: Callable[[int, int], object] | None, names: tuple[str, str] = FittedModel.names,
 ) -> int:  # fmt: skip
     """Write the lists of all left entities to a table, from where an earlier run of the same was killed.
 
     A thread writes one part while the next is ranked. Each part has its own products: how scores are rounded depends on
     the number of rows, and a run that goes on after a kill has to end in the same file as one that was not killed.
     """
-    file = ListFile(path, ids, shape, k, _marks(ids, ranking))
+    file = ListFile(path, ids, shape, k, _marks(ids, ranking), names)
     with locked(path, name="path"):
         done, answers = file.begin(fresh), 0
         pending: Future[int] | None = None

@@ -78,7 +78,9 @@ class Side:
         wanted = check.ids(f"{self.name} ids", ids)
         if self.ids is None:
             return self._numbers(wanted)
-        expected = f"ids seen in training, or {self.name}_features for new entities"
+        ways = [f"{self.name}_features"] if self.inputs.given else []
+        ways += ["histories"] if self.inputs.has_history else []
+        expected = "ids seen in training" + (f", or {' or '.join(ways)} for new entities" if ways else "")
         if not any(isinstance(key, tuple) and key in self.index for key in wanted):
             return rows_of(f"{self.name} ids", wanted, self.index, expected)
         single = (self.index[key] if isinstance(key, tuple) and key in self.index

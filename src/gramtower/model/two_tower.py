@@ -201,8 +201,8 @@ class TwoTower(ModelSettings):
         ``warm_start=True`` instead. If it fails, the model stays what it was.
 
         Args:
-            more_pairs: as for ``fit``, with ids of the same kind; for a model fitted on a matrix, a matrix whose rows
-                and columns are numbered as there, and may be more.
+            more_pairs: as for ``fit``, with ids of the same kind, and with the context columns of training; for a model
+                fitted on a matrix, a matrix whose rows and columns are numbered as there, and may be more.
             left_features: as for ``fit``. The model keeps how features are encoded, not the rows: if it sees a table or
                 a matrix, that of all entities, old and new, is needed. A frame is read with the columns and kinds of
                 the table that the model was fitted with. None for ids and histories.
@@ -216,7 +216,8 @@ class TwoTower(ModelSettings):
             time: the column of times.
             threshold: smallest value that makes a pair, labelled 1.
         """
-        more = Columns(left, right, value, weight, time, threshold).read("more_pairs", more_pairs)
+        context = self._known().context_of(more_pairs)
+        more = Columns(left, right, value, weight, time, threshold, context).read("more_pairs", more_pairs)
         self.fitted_ = update(
             self.with_changes(), self._known(), more, left_features, right_features, iterations, callbacks
         )

@@ -136,10 +136,14 @@ class Service:
             given = f"{len(asked.left)} and {len(asked.right)} ids"
             raise Refused(422, f"left, right: got {given}, expected equal numbers")
         within("left", len(asked.left), self.limits.ids, "pairs")
-        return await self._call(
-            lambda: {"model": snapshot.name, "scores": snapshot.score(asked.left, asked.right, asked.scores)},
-            len(asked.left),
-        )
+
+        def call() -> dict[str, object]:
+            return {
+                "model": snapshot.name,
+                "scores": snapshot.score(asked.left, asked.right, asked.scores, asked.context),
+            }
+
+        return await self._call(call, len(asked.left))
 
     async def _embed(self, asked: bodies.Embed, snapshot: Snapshot) -> Response:
         ways = {

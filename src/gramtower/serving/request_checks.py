@@ -52,6 +52,13 @@ Features = list[dict[str, Cell]] | dict[str, list[Cell]] | list[list[float]]
 Value = str | int | float | bool
 Wanted = Value | list[Value] | dict[str, float]
 Side = Literal["left", "right"]
+Context = dict[str, Value | list[Value | None] | None] | None
+IN_CONTEXT = Field(
+    None,
+    description="For models with context: the context of left, by column, for all ids or a list with one for each. "
+    "Columns that are missing and values that training did not have count as unknown.",
+    examples=[{"device": "tv"}],
+)
 
 
 class Body(BaseModel):
@@ -99,12 +106,7 @@ class Recommend(Body):
         None, description="Features of new left entities: rows as objects, columns as lists, or rows of numbers."
     )
     histories: list[list[Id]] | None = Field(None, description="Right ids of each new left entity, the newest last.")
-    context: dict[str, Value | list[Value | None] | None] | None = Field(
-        None,
-        description="For models with context: the context of left, by column, for all ids or a list with one for each. "
-        "Columns that are missing and values that training did not have count as unknown.",
-        examples=[{"device": "tv"}],
-    )
+    context: Context = IN_CONTEXT
     columns: bool | list[str] = Field(False, description="Columns of the right table to return; true for all.")
     stream: bool = Field(False, description="Return one line of JSON for each entity, as soon as it is computed.")
 
@@ -126,6 +128,7 @@ class Score(Body):
     left: list[Id]
     right: list[Id]
     scores: Literal["raw", "probability"] = Field("raw", description="Probability needs a calibrated model.")
+    context: Context = IN_CONTEXT
 
 
 class Embed(Body):

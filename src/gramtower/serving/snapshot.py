@@ -220,10 +220,13 @@ class Snapshot:
         """The neighbours of several queries of one side."""
         return best_lists(queries, self.side(side).unit)
 
-    def score(self, left: Sequence[Key], right: Sequence[Key], scores: str = "raw") -> list[float]:
+    def score(
+        self, left: Sequence[Key], right: Sequence[Key], scores: str = "raw", context: Context | None = None
+    ) -> list[float]:
         """Scores p_iᵀq_j or their probabilities, element by element."""
         probability = self._rules({"scores": scores}).probability
-        P = self.left.embeddings[torch.from_numpy(self.left.rows(left))]
+        found_in = self._in_context(left, context)
+        P = self.left.embeddings[torch.from_numpy(self.left.rows(left))] if found_in is None else found_in[1]
         Q = self.right.embeddings[torch.from_numpy(self.right.rows(right))]
         found = (P * Q).sum(1).numpy()
         return (found if probability is None else probability(found)).tolist()  # type: ignore[no-any-return]
