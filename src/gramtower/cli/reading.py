@@ -285,6 +285,13 @@ def new_rows(
     return frame, ids
 
 
+def rows_to_add(model: TwoTower, path: str, settings: Settings, side: str) -> DataFrame:
+    """A table of new and changed entities of a model that stores the others, with the model's column of ids."""
+    frame = read_frame(f"{side}_features", as_path(path))
+    column = id_column(side, frame, getattr(settings.features, f"{side}_id"), getattr(settings.data, side))
+    return frame.rename({column: _table_of(model, as_path(path), side).id})
+
+
 def described_rows(model: TwoTower, path: Path, ids: Ids, say: Say) -> DataFrame:
     """A table of left entities with a column of ids; how many of some ids are not in it is stated."""
     frame, keys = _rows_with_ids(model, path, "left")

@@ -44,6 +44,7 @@ from gramtower.model.feature_spec import (
     read_table,
     training_inputs,
     training_parts,
+    with_rows,
 )
 from gramtower.model.settings import ModelSettings
 
@@ -188,6 +189,9 @@ def prepare_data(
         given_dim = None if settings.dim is None else check.count("dim", settings.dim)
         given_length = None if settings.normalize is None else check.flag("normalize", settings.normalize)
         refine = None if settings.refine is None else check.flag("refine", settings.refine)
+        store = check.flag("store_features", settings.store_features)
+        if store and group.size > 1:
+            check.fail("store_features", f"True in {group.size} processes", "False, or a fit in one process")
     agree(
         group, {"dim": given_dim, "hidden": hidden, "scale_features": scale, "normalize": given_length,
                 "refine": refine}
@@ -225,6 +229,8 @@ def prepare_data(
             training_parts(one.side, one.local(rows, part is not None), own, seen, rows, times)
             for one, rows, own, seen in zip(both, (shards.left, shards.right), local, (matrix, matrix.T), strict=True)
         ]
+        if store:
+            parts = [with_rows(one, own, found) for one, own, found in zip(both, local, parts, strict=True)]
     if part is not None and validation is not None:
         held_out = _held_out_of_part(validation, ids, matrix.shape, group)
     left, left_rows = training_inputs("left", parts[0], shards.left, group, scale)

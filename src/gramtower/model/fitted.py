@@ -788,10 +788,14 @@ class FittedModel:
             check.fail(f"{side}_features", f"features in {self.shards.group.size} processes", "a loaded model, in one")
         towers = self.known_towers("embed new entities")
         grown, places = extended(self.side(side), towers, features, history, ids, kept)
-        shape = (len(grown), len(self.right)) if side == "left" else (len(self.left), len(grown))
-        pairs = {"trained": resized(self.trained, shape), "further": resized(self.further, shape)}
-        left, right = (grown, self.right) if side == "left" else (self.left, grown)
-        return replace(self, left=left, right=right, **pairs), places
+        return self.with_side(grown), places
+
+    def with_side(self, grown: Side) -> Self:
+        """The model with more entities of a side, which have no pairs."""
+        left, right = (grown, self.right) if grown.name == "left" else (self.left, grown)
+        pairs = (resized(matrix, (len(left), len(right))) for matrix in (self.trained, self.further))
+        trained, further = pairs
+        return replace(self, left=left, right=right, trained=trained, further=further)
 
     def known_towers(self, purpose: str) -> Towers:
         """The towers; refused if the model was loaded without them, with the purpose they are needed for."""

@@ -157,6 +157,8 @@ class ModelSettings:
         pair_precision: Precision of embeddings gathered for each pair on a GPU: float32 or bfloat16.
         scale_features: Bring features to a common scale. The scale is learned from the training data and kept in the
             model (model/feature_spec.py); False uses features unchanged.
+        store_features: Store the encoded rows of feature tables and matrices in the model. ``update`` then needs only
+            the rows of new and changed entities; the model and its file grow by the size of the rows.
         verbose: Print one line for each iteration on standard error.
     """
 
@@ -231,6 +233,7 @@ class ModelSettings:
     precision: str = _setting("auto", "train")
     pair_precision: str = _setting("float32", "train")
     scale_features: bool = _setting(True, "model", shown="yes")
+    store_features: bool = _setting(False, "model", before=False)
     verbose: bool = _setting(False)
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:

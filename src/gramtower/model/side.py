@@ -8,7 +8,7 @@ place. In a model whose rows are numbers they get the next numbers, otherwise th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from gramtower.data.ids import (
 )
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix, canonical, resized, warn_of_ids
-from gramtower.data.pairs import as_features
+from gramtower.data.pairs import MatrixLike, as_features
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.engine.towers.towers import Towers
 from gramtower.model.feature_spec import FeatureSpec, IdArray, is_sparse, new_matrix, read_table
@@ -261,9 +261,21 @@ def extended(
         rows, places, all_ids = _joined(side, name, what, names)
     taken = None if what is None else what.take(name, rows)
     shown = None if history is None else sp.csr_matrix(history[rows])
-    new = embedded(side, towers, taken, shown).to(side.embeddings.dtype)
-    grown = replace(side, ids=all_ids, embeddings=torch.cat([side.embeddings, new]), added=side.added + len(rows))
-    return grown, places
+    given, count = side.inputs.new_rows(side.name, taken, shown)
+    return appended(side, towers, all_ids, given, count, shown), places
+
+
+def appended(
+    side: Side, towers: Towers, ids: IdArray | None, given: Sequence[MatrixLike | None], count: int,
+    history: sp.csr_matrix | None = None,
+) -> Side:  # fmt: skip
+    """A side with ``count`` more entities, by their rows in each given part, not scaled; ``ids`` are those of all."""
+    rows = side.inputs.encoded(side.name, given, count, history)
+    new = towers.embed(side.name, as_features(side.name, rows, count)).cpu().to(side.embeddings.dtype)
+    return replace(
+        side, ids=ids, embeddings=torch.cat([side.embeddings, new]), added=side.added + count,
+        inputs=side.inputs.with_more_rows(len(side), given),
+    )  # fmt: skip
 
 
 def _joined(

@@ -205,7 +205,9 @@ class TwoTower(ModelSettings):
                 and columns are numbered as there, and may be more.
             left_features: as for ``fit``. The model keeps how features are encoded, not the rows: if it sees a table or
                 a matrix, that of all entities, old and new, is needed. A frame is read with the columns and kinds of
-                the table that the model was fitted with. None for ids and histories.
+                the table that the model was fitted with. None for ids and histories. A model with ``store_features``
+                keeps the rows: only those of new and changed entities are needed, a matrix without ids having those of
+                new ones in the order of their first pair. The encoding of numbers stays that of the first fit then.
             right_features: the same for the right tower.
             iterations: how many.
             callbacks: as for ``fit``.
@@ -218,7 +220,7 @@ class TwoTower(ModelSettings):
         """
         more = Columns(left, right, value, weight, time, threshold).read("more_pairs", more_pairs)
         self.fitted_ = update(
-            self.with_changes(), self._known(), more, left_features, right_features, iterations, callbacks
+            self.with_changes(), self._known(), more, (left_features, right_features), iterations, callbacks
         )
         return self
 
