@@ -521,28 +521,13 @@ class FeatureSpec:
                  for part in self.parts)  # fmt: skip
         return FeatureSpec(tuple(parts))
 
-    def new(self, side: str, features: FeaturesLike, history: sp.csr_matrix | None) -> Matrix:
-        """Features of entities that were not there in training, one row for each."""
-        return self.encoded(side, *self.new_rows(side, features, history), history)
-
-    def new_rows(
-        self, side: str, features: FeaturesLike, history: sp.csr_matrix | None
-    ) -> tuple[list[Matrix | None], int]:
-        """The rows of new entities in each given part, not scaled, and how many there are."""
-        if history is not None and not self.has_history:
-            check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
-        listed = self.listed(side, features)
-        given = [_new_rows(f"{side}_features", part, rows) for part, rows in zip(self.given, listed, strict=True)]
-        counts = {rows.shape[0] for rows in (*given, history) if rows is not None}
-        if len(counts) != 1:
-            given_rows = " and ".join(map(str, sorted(counts)))
-            check.fail(f"{side}_features, histories", f"{given_rows} rows", "as many rows in each")
-        return given, counts.pop()
-
     def encoded(
         self, side: str, given: Sequence[MatrixLike | None], count: int, history: sp.csr_matrix | None = None
     ) -> Matrix:
-        """The same from the rows of each given part before scaling; None stands for a table that is missing."""
+        """Features of entities that were not there in training, from the rows of each given part before scaling.
+
+        None stands for a table without any of them.
+        """
         name, rest, made = f"{side}_features", iter(given), []
         for part in self.parts:
             if part.kind in _GIVEN:
@@ -752,16 +737,6 @@ def _check_encoders(side: str, table: FeatureTable, before: FeatureTable) -> Non
         if isinstance(one, Encoded) and one.column in old and not one.has_encoder_of(old[one.column]):
             given = f"column {one.column!r} through {one.encoder!r}"
             check.fail(f"{side}_features", given, f"the encoder of before, {old[one.column].encoder!r}")
-
-
-def _new_rows(name: str, part: Part, rows: FeaturesLike) -> Matrix | None:
-    """The rows of one part before scaling, None if they were not given."""
-    if rows is None:
-        return None
-    if part.table is None:
-        return new_matrix(name, part, rows)
-    source: Any = rows.source if isinstance(rows, FeatureTable) else rows
-    return part.table.encode_frame(source, name)
 
 
 def new_matrix(name: str, part: Part, rows: FeaturesLike) -> Matrix:

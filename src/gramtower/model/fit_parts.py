@@ -33,7 +33,6 @@ from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
-from gramtower.metrics.tally import deal, means_without
 from gramtower.model import defaults
 from gramtower.model.context import Combinations
 from gramtower.model.feature_spec import GivenFeatures, is_frame, read_table
@@ -41,7 +40,7 @@ from gramtower.model.fit_data import FitData, FitPairs, matrix_and_ids
 from gramtower.model.fitted import FittedModel
 from gramtower.model.settings import Factors, ModelSettings, WeightsLike, given
 from gramtower.model.side import Described, Side, described
-from gramtower.model.unseen import SIDES, Unseen, UnseenValidator, with_feature_columns
+from gramtower.model.unseen import SIDES, Unseen, UnseenValidator, Validator, with_feature_columns
 from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.checkpoint import sparse_digest
 from gramtower.training.loop import minimize
@@ -185,21 +184,12 @@ def ranked_pairs(data: FitData, held_out: sp.csr_matrix) -> tuple[sp.csr_matrix,
     return (new, seen) if new.nnz else (held_out, data.matrix)
 
 
-@dataclass(frozen=True)
-class RankingValidator:
+@dataclass(frozen=True, eq=False)
+class RankingValidator(Validator):
     """The metric of the held-out pairs; over several processes that of all, from the pairs of local left rows."""
 
-    metric: str
     held_out: sp.csr_matrix
     train: sp.csr_matrix
-
-    def __call__(self, point: Point) -> float:
-        return float(self.scores(point, (self.metric,))[self.metric])
-
-    def without(self, point: Point, seed: int) -> list[float]:
-        """The metric without each part of the users, drawn with a seed; empty for one that is not a mean over users."""
-        values = self.scores(point, (self.metric,)).per_user.get(self.metric)
-        return [] if values is None else means_without(values, deal(len(values), seed))
 
     def scores(self, point: Point, metrics: Sequence[str], known: tuple[Tensor, Tensor] | None = None) -> Scores:
         P, Q = known or (point.P, point.right_rows)
@@ -275,8 +265,7 @@ def _degrees(pairs: sp.csr_matrix) -> tuple[NDArray[np.integer], NDArray[np.inte
 
 def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] = (False, False)) -> FitPairs:
     """The pairs that a model knows, and more: entities keep their rows, new ones come after them."""
-    if not fitted.shards.single:
-        check.fail("model", f"one spread over {fitted.shards.group.size} processes", "one of a single process")
+    fitted.need_whole()
     if not fitted.plain_pairs:
         given = "a model fitted with labels other than 1 or with weights, which it does not keep"
         check.fail("model", given, "fit(pairs, warm_start=True) with all pairs, old and new")
@@ -340,7 +329,7 @@ def stored_features(known: Side, given: FeaturesLike, column: str, pairs: FitPai
     if what is None:
         new = np.full(len(old), -1)
     elif what.ids is not None:
-        new = join(everyone, what.places(name))
+        new = join(everyone, what.places())
     elif what.count in (len(old), (old < 0).sum()) and all(part.table is None for part in known.inputs.given):
         new = np.where((old < 0) | (what.count == len(old)), np.arange(len(old)) - (len(old) - what.count), -1)
     else:
@@ -374,7 +363,7 @@ def _more_rows(known: Side, given: FeaturesLike, column: str) -> Described | Non
     listed: list[FeaturesLike] = []
     rows_of_parts = known.inputs.listed(known.name, others if len(others) > 1 else next(iter(others), None))
     for part, rows in zip(known.inputs.given, rows_of_parts, strict=True):
-        if isinstance(rows, FeatureTable) and len(rows) > rows.report["rows"]:
+        if isinstance(rows, FeatureTable) and len(rows) > rows.report.get("rows", 0):
             check.fail(name, "a table made by with_labels", "the rows of new labels in a frame, with their ids")
         if part.table is not None and is_frame(rows):
             own = whole.id_column(rows, column, part.table)

@@ -57,7 +57,11 @@ from gramtower.training.result import Reason, Record
 KIND = ("gramtower-model", 7)
 _ARRAYS = ("left_weights", "right_weights")
 _FACTORS = ("imputed_left", "imputed_right")
-_PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if SETTINGS[name].saved}
+_PARAMS: dict[str, Any] = {
+    name: str | None if name in _ARRAYS else kind  # arrays are tensors
+    for name, kind in typing.get_type_hints(ModelSettings).items()
+    if SETTINGS[name].saved
+}
 _LATER = {name: one.before for name, one in SETTINGS.items() if one.before is not REQUIRED}  # missing in older files
 _SHARED = (
     "dim", "normalize", "omega", "message", "best_metric", "same_entities", "plain_pairs", "l2", "embedding_l2",
@@ -245,9 +249,6 @@ def _checked_header(file: shards_file.Reader) -> Header:
             check.fail("params", f"{'no ' * (name in _PARAMS)}{name[:40]!r}", "the arguments of TwoTower")
         if name not in given and not fits(_PARAMS[name], header.params[name]):
             check.fail(f"params.{name}", f"{header.params[name]!r}"[:60], f"{_PARAMS[name]}")
-    for name in set(_ARRAYS) - given:
-        if not fits(str | None, header.params[name]):
-            check.fail(f"params.{name}", type(header.params[name]).__name__, "text, nothing or a tensor")
     for name, value in (("params.activation", header.params["activation"]), ("activation", header.activation)):
         if value is not None:
             make_activation(name, value)
