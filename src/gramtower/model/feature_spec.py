@@ -343,6 +343,17 @@ class StoredRows:
     entities: NDArray[np.int64]  # the entities of the side that have a row, by their numbers, increasing
     rows: Matrix  # those rows
 
+    @classmethod
+    def copied(cls, name: str, entities: NDArray[np.int64], rows: MatrixLike) -> StoredRows:
+        """The rows of some of the entities, from those of all."""
+        if not is_sparse(rows):
+            dense: Any = check.as_float_array(name, rows)[entities]
+            return cls(entities, dense)
+        kept = sp.csr_matrix(rows)[entities]
+        kept.sum_duplicates()
+        kept.data = check.as_float_array(name, kept.data)
+        return cls(entities, kept)
+
     def followed_by(self, count: int, rows: MatrixLike | None) -> StoredRows:
         """The same with rows of entities that come after the ``count`` of before; None if they have none."""
         if rows is None:
@@ -505,7 +516,8 @@ class FeatureSpec:
     @property
     def only_tables(self) -> bool:
         """Whether tables describe the entities, next to ids and histories at most."""
-        return bool(self.given) and all(part.kind == "table" for part in self.given)
+        tables = [part.table for part in self.given]
+        return bool(tables) and not any(table is None or is_combination(table) for table in tables)
 
     @property
     def stores_rows(self) -> bool:
@@ -765,45 +777,24 @@ def concatenated(features: Sequence[Matrix]) -> Matrix:
 
 def training_parts(
     side: str, given: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows | None = None,
-    times: NDArray[np.floating] | None = None,
+    times: NDArray[np.floating] | None = None, store: bool = False,
 ) -> list[tuple[Part, MatrixLike | None]]:  # fmt: skip
     """The parts of one side's inputs, each with its features of the training data as they came.
 
-    ``times`` are those of the entries of the matrix, which histories of the last entries need.
+    ``times`` are those of the entries of the matrix, which histories of the last entries need; with ``store`` the parts
+    keep the rows of entities.
     """
     place = place or Rows((0, matrix.shape[0]))
     wanted = list(given) if isinstance(given, (list, tuple)) else ["id" if given is None else given]
     if not wanted:
         check.fail(f"{side}_features", repr(given), "at least one part; None for ids only")
-    read = [_training_part(side, one, ids, matrix, place, times) for one in wanted]
+    read = [_training_part(side, one, ids, matrix, place, times, store) for one in wanted]
     named = [part.kind for part, _ in read if part.kind in NAMES]
     if len(set(named)) < len(named):
         check.fail(f"{side}_features", " + ".join(named), "id and history once each")
     if len(read) == 1 and read[0][0].factor != 1:
         check.fail(f"{side}_features", repr(wanted[0]), "other parts next to it, or 'id'")
     return read
-
-
-def with_rows(
-    given: GivenFeatures, ids: IdArray | None, parts: list[tuple[Part, MatrixLike | None]]
-) -> list[tuple[Part, MatrixLike | None]]:
-    """The parts of :func:`training_parts` with the rows of entities: of matrices all, of tables those they have."""
-    made = []
-    for one, (part, rows) in zip(given.parts, parts, strict=True):
-        if part.kind in _GIVEN and not is_combination(part.table) and rows is not None:
-            entities = np.arange(rows.shape[0])
-            if isinstance(one, FeatureTable):
-                entities = np.flatnonzero(one.match(entities if ids is None else ids) < len(one))
-            if is_sparse(rows):
-                kept = sp.csr_matrix(rows)[entities]
-                kept.sum_duplicates()
-                kept.data = check.as_float_array(f"{given.side}_features", kept.data)
-                part = replace(part, stored=StoredRows(entities, kept))
-            else:
-                dense: Any = check.as_float_array(f"{given.side}_features", rows).copy()
-                part = replace(part, stored=StoredRows(entities, dense))
-        made.append((part, rows))
-    return made
 
 
 def training_inputs(
@@ -825,9 +816,9 @@ def training_inputs(
 
 def _training_part(
     side: str, one: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows,
-    times: NDArray[np.floating] | None,
+    times: NDArray[np.floating] | None, store: bool,
 ) -> tuple[Part, MatrixLike | None]:  # fmt: skip
-    rows = place.count
+    rows, stored = place.count, None
     if isinstance(one, str):
         names = NAMES if side == "left" else NAMES[:1]
         name, star, factor = one.partition("*")
@@ -846,7 +837,8 @@ def _training_part(
             return Part("id", place.total), None
         return Part("history", matrix.shape[1]), history_features(matrix)
     if isinstance(one, FeatureTable):
-        encoded = one.encode(range(place.first, place.stop) if ids is None else ids)
+        keys = range(place.first, place.stop) if ids is None else ids
+        encoded = one.encode(keys)
         if rows == place.total and one.report["ids_without_features"] == rows:  # of several processes none knows all
             example = repr(0 if ids is None else ids.tolist()[0])
             given = f"a table of {len(one):,} rows, none of them with the id of a {side} entity"
@@ -854,18 +846,19 @@ def _training_part(
         if not encoded.shape[1]:
             given = f"a table without a value in {', '.join(one.columns)}"
             check.fail(f"{side}_features", given, "at least one column with values")
-        return Part("table", encoded.shape[1], one.without_rows()), encoded
+        if store and not is_combination(one):
+            stored = StoredRows.copied(f"{side}_features", np.flatnonzero(one.match(keys) < len(one)), encoded)
+        return Part("table", encoded.shape[1], one.without_rows(), stored=stored), encoded
     if is_frame(one) or not is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
         check.fail(f"{side}_features", _shown(one), expected)
     if not one.shape[1]:
         check.fail(f"{side}_features", f"a matrix of shape {tuple(one.shape)}", "at least one column")
-    if not sp.issparse(one):
-        check.finite(f"{side}_features", check.as_float_array(f"{side}_features", one))
-        return Part("dense", int(one.shape[1])), one
-    made = checked(f"{side}_features", one)
-    check.finite(f"{side}_features", made.data)
-    return Part("sparse", int(made.shape[1])), made
+    made = checked(f"{side}_features", one) if sp.issparse(one) else one
+    check.finite(f"{side}_features", made.data if is_sparse(made) else check.as_float_array(f"{side}_features", made))
+    if store:
+        stored = StoredRows.copied(f"{side}_features", np.arange(rows), made)
+    return Part("sparse" if is_sparse(made) else "dense", int(made.shape[1]), stored=stored), made
 
 
 def _ordered_history(given: str, width: int) -> Part:

@@ -44,7 +44,6 @@ from gramtower.model.feature_spec import (
     read_table,
     training_inputs,
     training_parts,
-    with_rows,
 )
 from gramtower.model.settings import ModelSettings
 
@@ -238,11 +237,9 @@ def prepare_data(
             ids = shards.left.local_rows("left ids", ids[0]), ids[1]
         local = ids[0], shards.right.local_rows("right ids", ids[1])
         parts = [
-            training_parts(one.side, one.local(rows, part is not None), own, seen, rows, times)
+            training_parts(one.side, one.local(rows, part is not None), own, seen, rows, times, store)
             for one, rows, own, seen in zip(both, (shards.left, shards.right), local, (matrix, matrix.T), strict=True)
         ]
-        if store:
-            parts = [with_rows(one, own, found) for one, own, found in zip(both, local, parts, strict=True)]
     if part is not None and validation is not None:
         held_out = _held_out_of_part(validation, ids, matrix.shape, group)
     left, left_rows = training_inputs("left", parts[0], shards.left, group, scale)

@@ -35,7 +35,7 @@ from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
 from gramtower.model import defaults
 from gramtower.model.context import Combinations
-from gramtower.model.feature_spec import GivenFeatures, is_frame, read_table
+from gramtower.model.feature_spec import GivenFeatures, is_combination, is_frame, read_table
 from gramtower.model.fit_data import FitData, FitPairs, matrix_and_ids
 from gramtower.model.fitted import FittedModel
 from gramtower.model.settings import Factors, ModelSettings, WeightsLike, given
@@ -297,6 +297,8 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
 def described_features(known: Side, given: FeaturesLike) -> FeaturesLike:
     """What the tower of a side sees: as before where the model can tell, otherwise as given, for all entities."""
     name, everyone = f"{known.name}_features", f"all {known.name} entities, old and new: the model"
+    if given is None and any(is_combination(part.table) for part in known.inputs.parts):
+        return None  # the pairs say it
     if given is None and known.inputs.given:
         expected = f"features of {everyone} keeps rows only with store_features=True"
         check.fail(name, f"nothing, for a model that sees {known.inputs.kind}", expected)

@@ -285,22 +285,15 @@ def update(
 ) -> FittedModel:  # fmt: skip
     """A model of all that a fitted one knows and of more pairs; see TwoTower.update."""
     settings = settings.with_changes(max_iterations=check.count("iterations", iterations, minimum=0))
+    kept = [side.added > 0 and side.inputs.only_tables for side in fitted.sides]
+    pairs = grown_pairs(fitted, more, (kept[0], kept[1]))
     stored = [side.inputs.stores_rows for side in fitted.sides]
     left, right = (None if stores else given for stores, given in zip(stored, given_features, strict=True))
-    left, right = joined_features((left, right), more, fitted)
-    contextual = fitted.combinations is not None and left is None  # their table comes from the pairs
-    left = left if contextual or stored[0] else described_features(fitted.left, left)
-    right = right if stored[1] else described_features(fitted.right, right)
-    kept = [
-        side.added > 0 and (side.inputs.only_tables if stores else GivenFeatures(side.name, given).only_tables)
-        for side, given, stores in zip(fitted.sides, (left, right), stored, strict=True)
-    ]
-    pairs = grown_pairs(fitted, more, (kept[0], kept[1]))
-    names = _names(more, fitted)
-    if stored[0]:
-        left = stored_features(fitted.left, given_features[0], names[0], pairs)
-    if stored[1]:
-        right = stored_features(fitted.right, given_features[1], names[1], pairs)
+    read, names = joined_features((left, right), more, fitted), _names(more, fitted)
+    left, right = (
+        stored_features(side, given, name, pairs) if stores else described_features(side, table)
+        for side, given, name, stores, table in zip(fitted.sides, given_features, names, stored, read, strict=True)
+    )
     features = left, right
     if settings.factors is not None and [len(factor) for factor in settings.factors] != [*pairs.shape]:
         shown = " and ".join(f"{len(factor):,}" for factor in settings.factors)

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import wraps
+from textwrap import TextWrapper
 from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -258,14 +259,9 @@ class ModelSettings:
             for k, v in sorted(self.get_params().items())
             if v is not given[k].default and (type(v) is not type(given[k].default) or v != given[k].default)
         ]
-        head = f"{type(self).__name__}("
-        lines = [head]
-        for place, one in enumerate(changed):
-            text = one + (", " if place < len(changed) - 1 else ")")
-            if len(lines[-1]) + len(text.rstrip()) > _LINE and lines[-1].strip() != head:
-                lines.append(" " * len(head))
-            lines[-1] += text
-        return "\n".join(line.rstrip() for line in lines) + ("" if changed else ")")
+        head, unbroken = f"{type(self).__name__}(", (one.replace(" ", "\xa0") for one in changed)
+        wrap = TextWrapper(_LINE, subsequent_indent=" " * len(head), break_long_words=False, break_on_hyphens=False)
+        return wrap.fill(f"{head}{', '.join(unbroken)})").replace("\xa0", " ")
 
     def with_changes(self, **changes: Any) -> ModelSettings:
         """Copy these settings, without a fitted model, with some of them changed."""
