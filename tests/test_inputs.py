@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import scipy.sparse as sp
+import torch
 
 import gramtower as gt
 from gramtower.data.splits import held_out_users
@@ -12,6 +13,7 @@ from gramtower.data.tables import FeatureTable
 from gramtower.distributed.group import SINGLE
 from gramtower.distributed.shards import Rows
 from gramtower.model.feature_spec import FeatureSpec, training_inputs, training_parts
+from gramtower.model.side import Side, described, new_features
 
 pytest.importorskip("polars", reason="feature tables need polars")
 
@@ -62,6 +64,11 @@ def test_parts_stand_side_by_side_in_the_order_given():
     np.testing.assert_allclose(features.toarray(), np.hstack(expected), rtol=1e-6)
 
 
+def new_of(inputs, side, features, history):
+    this = Side(side, None, torch.empty(0, 1), inputs)
+    return new_features(this, None if features is None else described(this, features), history)
+
+
 def test_one_part_is_handed_over_as_it_is():
     observed = pairs()
     assert unscaled("left", None, observed.left_ids, observed.matrix)[1] is None
@@ -74,13 +81,13 @@ def test_what_is_not_known_of_a_new_entity_is_empty_or_missing():
     observed = pairs()
     inputs, features = unscaled("left", ["id", "history", table()], observed.left_ids, observed.matrix)
     history = sp.csr_matrix(observed.matrix[3])
-    row = inputs.new("left", frame([3]), history).toarray()[0]
+    row = new_of(inputs, "left", frame([3]), history).toarray()[0]
     assert not row[:SIZE].any()  # no id
     np.testing.assert_allclose(row[SIZE:], features.toarray()[3, SIZE:], rtol=1e-6)
-    alone = inputs.new("left", None, history).toarray()[0]
+    alone = new_of(inputs, "left", None, history).toarray()[0]
     np.testing.assert_allclose(alone[SIZE : 2 * SIZE], row[SIZE : 2 * SIZE])
     np.testing.assert_array_equal(alone[2 * SIZE :], table().encode(["nobody"]).toarray()[0])
-    assert not inputs.new("left", frame([3]), None).toarray()[0, : 2 * SIZE].any()
+    assert not new_of(inputs, "left", frame([3]), None).toarray()[0, : 2 * SIZE].any()
 
 
 @pytest.mark.parametrize("parts", [["table"], ["id", "table"], ["id", "history", "table"], ["history", "table"]])
@@ -186,7 +193,7 @@ def numbers():
             lambda m: m.embed(left_features={"size": [1.0]}),
             r"left_features.*table.*'group'",
         ),
-        (lambda m: m.recommend(left_features=frame([1, 2]), histories=[["i1"]]), "1 and 2 rows"),
+        (lambda m: m.recommend(left_features=frame([1, 2]), histories=[["i1"]]), "2 and 1 rows"),
         (lambda m: m.recommend("u1", left_features=frame([1])), "left:"),
         (lambda m: m.recommend(histories=sp.eye(2, 3)), r"histories.*\(2, 3\)"),
         (lambda m: m.embed(right_features=np.ones((1, 2))), "this one knows right ids only"),
@@ -211,7 +218,7 @@ def test_inputs_survive_json():
     inputs, _ = unscaled("left", ["id", "history", table()], observed.left_ids, observed.matrix)
     again = FeatureSpec.from_plain(inputs.to_plain())
     new = frame([5, 40]) | {"group": ["odd", "unheard of"]}
-    assert (again.new("left", new, None) != inputs.new("left", new, None)).nnz == 0
+    assert (new_of(again, "left", new, None) != new_of(inputs, "left", new, None)).nnz == 0
     assert again.to_plain() == inputs.to_plain()
 
 
@@ -247,7 +254,7 @@ def test_ids_beside_features_may_have_a_smaller_entry_and_so_a_larger_penalty(tm
     assert np.array_equal(rows.toarray()[:, :SIZE], 0.25 * np.eye(SIZE))
     again = FeatureSpec.from_plain(inputs.to_plain())
     assert (again.parts[0].factor, again.parts[0].name, again.parts[0].width) == (0.25, "id*0.25", SIZE)
-    new = again.new("right", frame([3], "item"), None)
+    new = new_of(again, "right", frame([3], "item"), None)
     assert new[:, :SIZE].nnz == 0
     model = small(max_iterations=3).fit(pairs(), right_features=given)
     assert "id*0.25 + table" in str(model.fitted_)

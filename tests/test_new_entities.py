@@ -10,6 +10,7 @@ import gramtower as gt
 from gramtower._util.checks import LeftOutWarning
 from gramtower.data.tables import FeatureTable
 from gramtower.metrics import evaluate_embeddings
+from gramtower.model.side import described, new_features
 
 USERS, ITEMS = 30, 24
 METRICS = ("recall@3", "map@3", "psp@3", "novelty@3", "coverage@3")
@@ -414,7 +415,7 @@ def test_towers_of_ones_own_without_an_input_layer_stay_as_they_are():
 
     train, _, table = catalogue(60, 40)
     model = small(towers=own).fit(train, right_features=["id", group_table(table)])
-    x = model.right_.inputs.new("right", table, None)
+    x = new_features(model.right_, described(model.right_, table), None)
     bias = model.towers_.right.bias.detach().numpy()
     expected = x @ model.towers_.right.weight.detach().numpy().T + bias
     np.testing.assert_allclose(model.embed(right_features=table), expected, atol=1e-5)

@@ -366,3 +366,17 @@ def test_labels_add_a_row_with_the_text_of_each_right_entity(text):
         left.with_labels(observed, right, {})
     with pytest.raises(ValueError, match=r"pairs.*one set"):
         left.with_labels(gt.Interactions.from_arrays(["a"], ["b"], same_entities=True), right, {"query": "title"})
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_an_update_reads_the_texts_of_a_frame_with_the_encoder_of_the_model(stored, tmp_path):
+    gt.TwoTower(**SMALL, store_features=stored).fit(pairs(), right_features=[table_of(letters)]).save(tmp_path / "m")
+    more = gt.Interactions.from_arrays(["u1", "u2"], ["i3", "i40"])
+    new = {"item": ["i40"], "title": ["a red deer"]}
+    rows = {"item": [f"i{j}" for j in range(40)] + new["item"], "title": titles() + new["title"]}
+    model = gt.load(tmp_path / "m", encoders={"letters": letters})
+    model.update(more, right_features=[new if stored else rows])
+    assert model.right_.inputs.parts[0].table.kinds == {"title": "encoded"}
+    expected = model.embed(right_features=new)
+    assert np.allclose(model.embed(["i40"], side="right"), expected, atol=1e-6)
+    assert not np.allclose(expected, model.embed(right_features={"title": ["blue"]}), atol=1e-3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import polars as pl
 import pytest
 import scipy.sparse as sp
 
@@ -240,3 +241,145 @@ def test_an_update_keeps_what_was_added_and_no_other_row_of_the_table(tables, tm
     wide = gt.TwoTower(**OPTIONS).fit(pairs, right_features=features, candidates="all")
     wide.update(more, right_features=["id", *[item_table(120)] * tables], iterations=0)
     assert set(wide.right_.ids) == {f"i{j}" for j in range(100)}
+
+
+STORED = OPTIONS | dict(max_iterations=3, store_features=True)
+
+
+def rich_rows(ids, kinds=4):
+    """Rows with numbers, categories, lists and text; some cells are missing."""
+    number = [int(key[1:]) for key in ids]
+    return pl.DataFrame({
+        "item": list(ids),
+        "price": [None if n % 11 == 10 else float(n % 7) for n in number],
+        "kind": [f"k{n % kinds}" for n in number],
+        "tags": ["|".join({f"t{n % 3}", f"t{n % 5}"}) for n in number],
+        "title": [f"word{n % 6} word{n % 4}" for n in number],
+    })  # fmt: skip
+
+
+def rich_table(rows):
+    return FeatureTable(rows, "item", ["price"], ["kind"], ["tags"], ["title"], hash_bits=6)
+
+
+def same(first, second):
+    return all(np.array_equal(first.embed(side=side), second.embed(side=side)) for side in ("left", "right"))
+
+
+@pytest.mark.parametrize("form", ["table", "id + table", "two tables"])
+def test_stored_rows_stand_for_those_of_unchanged_entities(form, tmp_path):
+    old, more = cut(whole())
+    everyone, new = whole().right_ids.tolist(), sorted(set(more.right_ids) - set(old.right_ids))
+    table = rich_table(rich_rows(everyone))
+    features = {"table": [table], "id + table": ["id", table], "two tables": ["id", table, table]}[form]
+    few = rich_rows(new) if form != "two tables" else [rich_rows(new)] * 2
+    stored = gt.TwoTower(**STORED).fit(old, right_features=features)
+    plain = gt.TwoTower(**STORED | dict(store_features=False)).fit(old, right_features=features)
+    stored.save(tmp_path / "m")
+    for model, given in ((stored, few), (gt.load(tmp_path / "m"), few), (gt.load(tmp_path / "m"), features)):
+        model.update(more, right_features=given)
+        assert known(model) == as_set(whole())
+        assert model.store_features
+    plain.update(more, right_features=features)
+    assert same(stored, plain)
+    assert same(stored, model)
+    again = Interactions.from_arrays(["u1", "u2"], ["i3", "i57"])  # rows of the update are stored in their turn
+    assert same(stored.update(again), plain.update(again, right_features=features))
+
+
+def test_new_values_and_changed_rows_count_as_if_all_rows_were_given(tmp_path):
+    old, more = cut(whole())
+    rows = rich_rows(old.right_ids, 3)  # without missing categories
+    first = gt.TwoTower(**STORED).fit(old, right_features=["id", rich_table(rows)])
+    first.save(tmp_path / "m")
+    fresh = [*sorted(set(more.right_ids) - set(old.right_ids)), "i3"]  # the last one is known, and has changed
+    few = rich_rows(fresh, 40).with_columns(pl.when(pl.col("item") != "i56").then("kind").alias("kind"))
+    every = pl.concat([rows.filter(~pl.col("item").is_in(fresh)), few])
+    second, third = gt.load(tmp_path / "m"), gt.load(tmp_path / "m")
+    for model, given in ((first, few), (second, every), (third, few.filter(pl.col("item") != "i3"))):
+        model.update(more, right_features=given)
+        names = model.right_.inputs.parts[1].table.feature_names
+        assert {"kind=k18", "kind (missing)"} <= set(names)
+    assert same(first, second)
+    assert not same(first, third)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, sp.csr_matrix])
+def test_stored_rows_of_a_matrix_go_on_with_those_of_new_entities(kind, tmp_path):
+    pairs, rows = whole().matrix, np.random.default_rng(1).random((60, 5))
+    options = OPTIONS | dict(max_iterations=3)
+    plain = gt.TwoTower(**options).fit(pairs[:, :55], right_features=["id", kind(rows[:55])])
+    plain.update(pairs, right_features=["id", kind(rows)])
+    gt.TwoTower(**STORED).fit(pairs[:, :55], right_features=["id", kind(rows[:55])]).save(tmp_path / "m")
+    for given in (kind(rows[55:]), kind(rows), ["id", kind(rows)]):
+        assert same(gt.load(tmp_path / "m").update(pairs, right_features=given), plain)
+    with pytest.raises(ValueError, match=r"right_features.*7 rows.*5"):
+        gt.load(tmp_path / "m").update(pairs, right_features=kind(rows[:7]))
+
+
+def test_rows_that_are_neither_stored_nor_given_are_an_error(tmp_path):
+    old, more = cut(whole())
+    model = gt.TwoTower(**STORED).fit(old, right_features=["id", rich_table(rich_rows(old.right_ids))])
+    fitted = model.fitted_
+    with pytest.raises(ValueError, match=r"right_features.*5 new right entities"):
+        model.update(more)
+    with pytest.raises(ValueError, match=r"right_features.*history"):
+        model.update(more, right_features=["history", rich_rows(more.right_ids)])
+    with pytest.raises(ValueError, match=r"right_features.*column of ids"):
+        model.update(more, right_features=rich_rows(more.right_ids).drop("item"))
+    with pytest.raises(ValueError, match=r"store_features"):
+        gt.TwoTower(**STORED | dict(store_features="yes")).fit(old)
+    assert model.fitted_ is fitted
+    plain = gt.TwoTower(**OPTIONS).fit(old, right_features=["id", rich_table(rich_rows(old.right_ids))])
+    with pytest.raises(ValueError, match=r"right_features.*store_features"):
+        plain.update(more)
+
+
+def test_rows_of_added_entities_are_stored_too(tmp_path):
+    pairs = whole()
+    model = gt.TwoTower(**STORED).fit(pairs, right_features=["id", rich_table(rich_rows(pairs.right_ids))])
+    model.add(right_features=rich_rows(["i80", "i81"]))
+    model.save(tmp_path / "m")
+    more = Interactions.from_arrays(["u2"], ["i80"])
+    for one in (model, gt.load(tmp_path / "m")):
+        one.update(more, iterations=1)
+        assert (one.right_.ids[-1], one.right_.added) == ("i81", 1)
+        expected = one.embed(right_features=rich_rows(["i81"]))
+        assert np.allclose(one.embed(["i81"], side="right"), expected, atol=1e-6)
+        one.update(Interactions.from_arrays(["u3"], ["i81"]), iterations=0)
+        assert one.right_.added == 0
+
+
+def test_files_with_stored_rows_that_do_not_fit_are_refused(tmp_path):
+    pairs = whole()
+    model = gt.TwoTower(**STORED).fit(pairs, right_features=[rich_table(rich_rows(pairs.right_ids))])
+    part = model.right_.inputs.parts[0]
+    rows = part.stored
+    part.__dict__["stored"] = type(rows)(rows.entities[::-1].copy(), rows.rows)
+    model.save(tmp_path / "m")
+    with pytest.raises(ValueError, match=r"damaged.*entities"):
+        gt.load(tmp_path / "m")
+
+
+def test_the_shell_updates_with_the_rows_of_new_entities(tmp_path, capsys):
+    old, more = cut(whole())
+    for name, part in (("old", old), ("more", more)):
+        lines = "".join(f"{user},{item}\n" for user, item in sorted(as_set(part)))
+        (tmp_path / f"{name}.csv").write_text("user,item\n" + lines)
+    new = sorted(set(more.right_ids) - set(old.right_ids))
+    for name, ids in (("items", whole().right_ids), ("new", new)):
+        rich_rows(ids).write_csv(tmp_path / f"{name}.csv")
+    flags = ["--left", "user", "--right", "item", "--dim", "8", "--hidden", "none", "--max-iterations", "3"]
+    flags += ["--device", "cpu", "--select", "off", "--right-features", str(tmp_path / "items.csv"), "--right-identity"]
+    for out, further in (("stored", ["--store-features"]), ("plain", [])):
+        assert run(["fit", str(tmp_path / "old.csv"), *flags, *further, "--out", str(tmp_path / out), "--quiet"]) == 0
+    assert run(["update", str(tmp_path / "plain"), str(tmp_path / "more.csv"), "--quiet"]) == 0
+    (tmp_path / "items.csv").unlink()
+    command = ["update", str(tmp_path / "stored"), str(tmp_path / "more.csv"), "--quiet"]
+    assert run(command) == 2
+    assert "right_features" in capsys.readouterr().err
+    assert run([*command, "--right-features", str(tmp_path / "new.csv")]) == 0
+    stored, plain = (gt.load(tmp_path / name / "model.gramtower") for name in ("stored", "plain"))
+    assert same(stored, plain)
+    assert "items.csv" in (tmp_path / "stored" / "config.toml").read_text()
+    assert run(command) == 0  # the same pairs again, of known entities

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -257,8 +257,9 @@ def update(
     the run, unless flags say otherwise. A model keeps its pairs without labels and weights: all old pairs have the
     label 1 and no weight, and a model fitted with other labels or with weights is refused.
 
-    A model does not keep feature tables. They are read again, from the paths of the run or from those given here, and
-    must have the rows of all entities, old and new. So does the file of --imputed.
+    Feature tables are read again, from the paths of the run or from those given here, and must have the rows of all
+    entities, old and new. So does the file of --imputed. A model that was fitted with --store-features has the rows of
+    its entities: the tables given here then need only those of new and changed ones.
 
     Args:
         run: Folder of a fit, or a model file.
@@ -272,7 +273,9 @@ def update(
         check.fail("out", out, "a folder, as RUN is a file")
     with reading.held(reading.for_writing(out)):  # before the model is read: of two updates neither loses pairs
         model, settings = reading.open_model(run)
-        settings = settings.with_flags(data, features)
+        paths, settings = settings.features, settings.with_flags(data, features)
+        stored = [side.name for side in model.fitted_.sides if side.inputs.stores_rows]
+        given = {side: None if features is None else getattr(features, f"{side}_features") for side in stored}
         for side, inputs in (("left", model.left_.inputs), ("right", model.right_.inputs)):
             ids = any(part.kind == "id" for part in inputs.parts)  # also of a run whose config does not have the key
             setattr(settings.features, f"{side}_identity", ids or None)
@@ -283,7 +286,11 @@ def update(
         common.note(f"{len(more):,} pairs for {observed:,} known ones; {new}")
         if model.factors is not None and settings.model.imputed is not None:
             model.imputed = reading.read_imputed(settings.model.imputed, pairs)
-        seen, matched = reading.tower_features(settings, pairs, common.note)
+        others = replace(settings.features, **dict.fromkeys(f"{side}_features" for side in stored))
+        seen, matched = reading.tower_features(replace(settings, features=others), pairs, common.note)
+        for side, table in given.items():
+            seen[f"{side}_features"] = None if table is None else reading.rows_to_add(model, table, settings, side)
+            setattr(settings.features, f"{side}_features", getattr(paths, f"{side}_features"))
         model.set_params(verbose=not common.quiet).update(more, **seen, iterations=iterations)
         if model.reason_ is Reason.INTERRUPTED:
             raise KeyboardInterrupt

@@ -302,6 +302,13 @@ def new_rows(
     return frame, ids
 
 
+def rows_to_add(model: TwoTower, path: str, settings: Settings, side: str) -> DataFrame:
+    """A table of new and changed entities of a model that stores the others, with the model's column of ids."""
+    frame = read_frame(f"{side}_features", as_path(path))
+    column = id_column(side, frame, getattr(settings.features, f"{side}_id"), getattr(settings.data, side))
+    return frame.rename({column: _table_of(model, as_path(path), side).id})
+
+
 def rows_with_ids(model: TwoTower, path: Path, side: str, say: Say, ids: Ids | None = None) -> DataFrame:
     """A table of entities with a column of ids; says how many of ``ids`` it lacks, or how many are new to the model."""
     table, frame = _table_of(model, path, side), read_frame(f"{side}_features", path)

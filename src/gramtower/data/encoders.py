@@ -19,7 +19,7 @@ import re
 import unicodedata
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -62,6 +62,10 @@ class Encoder:
         """Encode a column, dense or sparse; also returns how many of its entries were not in the table."""
         raise NotImplementedError
 
+    def extended(self, column: Series) -> Encoder:
+        """The same encoding with columns for values, or for missing ones, that only a further column of cells has."""
+        return self
+
     def check(self) -> None:
         """Refuse fields that ``fit`` cannot give."""
 
@@ -94,6 +98,10 @@ class Numeric(Encoder):
         made = np.where(missing, 0.0, (values - self.mean) / self.deviation)
         parts = [made, missing] if self.indicator else [made]
         return np.column_stack(parts).astype(np.float32), 0
+
+    def extended(self, column: Series) -> Numeric:
+        missing = np.isnan(frames.numbers("numeric", column).to_numpy()).any()
+        return replace(self, indicator=self.indicator or bool(missing))
 
     def check(self) -> None:
         if not (math.isfinite(self.mean) and 0 < self.deviation < math.inf):
@@ -148,6 +156,11 @@ class Categorical(_Listed):
             places = np.where(places < 0, len(self.values), places)
         return _ones(np.arange(len(places)), places, len(places), self.width), unseen
 
+    def extended(self, column: Series) -> Categorical:
+        more = Categorical.fit(column)
+        values = tuple(sorted({*self.values, *more.values}))
+        return replace(self, values=values, indicator=self.indicator or more.indicator)
+
 
 @dataclass(frozen=True)
 class Elements(_Listed):
@@ -165,6 +178,10 @@ class Elements(_Listed):
         rows, elements = _exploded(column, self.separator)
         places = _places(elements, self.values)
         return _ones(rows, places, len(column), len(self.values)), int((places < 0).sum())
+
+    def extended(self, column: Series) -> Elements:
+        more = Elements.fit(column, self.separator)
+        return replace(self, values=tuple(sorted({*self.values, *more.values})))
 
     def check(self) -> None:
         super().check()
@@ -238,6 +255,10 @@ class Vector(Encoder):
             made[missing, -1] = 1
         return made, 0
 
+    def extended(self, column: Series) -> Vector:
+        missing = _vectors(column, len(self.mean))[1].any()
+        return replace(self, indicator=self.indicator or bool(missing))
+
     def check(self) -> None:
         for name in ("mean", "deviation"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -282,11 +303,18 @@ class Encoded(Vector):
         return self.digest == other.digest and alike(self.probe, other.probe)
 
     def transform(self, column: Series) -> tuple[NDArray[np.float32], int]:
+        return super().transform(self._vectors(column))
+
+    def extended(self, column: Series) -> Encoded:
+        made = super().extended(self._vectors(column))
+        assert isinstance(made, Encoded)
+        return made if self.used is None else made._with(self.used, self.known)
+
+    def _vectors(self, column: Series) -> Series:
         pl = frames.polars()
-        if not isinstance(column.dtype, pl.Array):  # the table that is being made has the vectors already
-            empty = column.null_count() == len(column)
-            column = column.cast(pl.String) if empty else self.compared().vectors(column)
-        return super().transform(column)
+        if isinstance(column.dtype, pl.Array):  # the table that is being made has the vectors already
+            return column
+        return column.cast(pl.String) if column.null_count() == len(column) else self.compared().vectors(column)
 
     def check(self) -> None:
         super().check()

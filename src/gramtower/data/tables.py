@@ -44,7 +44,7 @@ from gramtower.data.encoders import (
     to_plain,
 )
 from gramtower.data.frames import Choice, TableLike
-from gramtower.data.ids import IdsLike, Key, id_array, id_series, index_of, join
+from gramtower.data.ids import Ids, IdsLike, Key, id_array, id_series, index_of, join
 from gramtower.data.interactions import Interactions, union
 from gramtower.data.pairs import MatrixLike
 from gramtower.data.sources import PathLike, reading
@@ -207,6 +207,9 @@ class FeatureTable:
                 chosen["separator"] = encoder.separator
             if isinstance(encoder, Text):
                 chosen |= {"hash_bits": encoder.bits, "ngrams": encoder.ngrams}
+        if columns := chosen.pop("encoded", None):
+            through = {one.column: one.compared() for one in self.encoders if isinstance(one, Encoded)}
+            chosen["encoders"] = {column: through[column] for column in columns}
         return FeatureTable(frame, self.id if id is None else id, strict=self.strict, **chosen)
 
     def __len__(self) -> int:
@@ -290,14 +293,45 @@ class FeatureTable:
         Unseen categories count as missing and unseen list elements are dropped; ``report["unseen_values"]`` counts both
         by column. ``name`` is the name of the table in errors.
         """
+        with _named(frame):
+            matrix, self.report["unseen_values"] = self._encoded(self._read(frame, name))
+        return matrix
+
+    def with_rows(
+        self, ids: Ids, rows: sp.csr_matrix, frame: DataFrame | None = None, frame_ids: Ids | None = None
+    ) -> FeatureTable:
+        """Make a table of encoded rows and of those of a frame, which replace rows with the same ids.
+
+        The encoding gets columns for values that only the frame has; means and deviations stay.
+        """
+        made = self.without_rows()
+        if frame is None or frame_ids is None:
+            made._row, made._matrix = index_of(ids), rows
+            return made
+        columns = self._read(frame, "frame")
+        made.encoders = [encoder.extended(column) for encoder, column in zip(self.encoders, columns, strict=True)]
+        places, start = [np.empty(0, np.int64)], 0
+        for old, new in zip(self.encoders, made.encoders, strict=True):
+            same = old.width == new.width
+            index = {} if same else {name: place for place, name in enumerate(new.names)}
+            places.append(start + (np.arange(old.width) if same else np.array([index[name] for name in old.names])))
+            start += new.width
+        kept = np.flatnonzero(join(ids, index_of(frame_ids)) < 0)
+        old_rows = sp.csr_matrix(rows[kept])
+        moved = (old_rows.data, np.concatenate(places)[old_rows.indices], old_rows.indptr)
+        wide = sp.csr_matrix(moved, shape=(len(kept), made.width))
+        wide.sort_indices()
+        made._matrix = sp.csr_matrix(sp.vstack([wide, made._encoded(columns)[0]], format="csr"))
+        made._row = {key: row for row, key in enumerate([*ids[kept].tolist(), *frame_ids.tolist()])}
+        return made
+
+    def _read(self, frame: TableLike | PathLike, name: str) -> list[Series]:
+        """The columns of a table that are encoded, in the order of the encoders."""
         choices: list[Choice] = [(name, frames.Needed(column)) for column in self.columns]
         numeric = sum(isinstance(encoder, Numeric) for encoder in self.encoders)
         others = len(choices) - numeric
-        with _named(frame):
-            columns = frames.read_columns("frame", frame, choices[numeric:], choices[:numeric])
-            matrix, unseen = self._encoded(columns[others:] + columns[:others])
-        self.report["unseen_values"] = unseen
-        return matrix
+        columns = frames.read_columns("frame", frame, choices[numeric:], choices[:numeric])
+        return columns[others:] + columns[:others]
 
     def with_labels(
         self, pairs: Interactions, right: FeatureTable, columns: Mapping[str, str]

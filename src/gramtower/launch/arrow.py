@@ -7,23 +7,19 @@ Cost: that of ``recommend`` for the rows of a batch. Memory: the model, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict, Unpack
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 import numpy as np
 
 from gramtower._util import checks as check
 from gramtower._util.checks import need
-from gramtower.data.frames import TableLike
-from gramtower.data.ids import IdsLike
-from gramtower.data.interactions import PairsLike
-from gramtower.data.tables import FeaturesLike, FeatureTable
-from gramtower.model.fitted import FittedModel
+from gramtower.data.tables import FeaturesLike
+from gramtower.model.fitted import FittedModel, ListRules
 from gramtower.model.side import Side
 from gramtower.model.two_tower import TwoTower, load
-from gramtower.retrieval.list_rules import Boost
 from gramtower.retrieval.topk import Ranking
 
 if TYPE_CHECKING:
@@ -34,21 +30,9 @@ _ANSWERS = 1 << 20  # of a batch
 _USE = "lists as Arrow batches"
 
 
-class ListOptions(TypedDict, total=False):
-    """The filters, exclusions and rules of lists; :meth:`FittedModel.recommend_all` describes each."""
+class ListOptions(ListRules, total=False):
+    """The filters, exclusions and rules of lists; :meth:`FittedModel.recommend` describes each."""
 
-    exclude_seen: bool
-    exclude: PairsLike | None
-    allow: IdsLike | PairsLike | None
-    deny: IdsLike | None
-    candidates: str
-    where: str | Mapping[str, object] | None
-    boost: Boost | None
-    popularity: float
-    diversity: float
-    at_most: Mapping[str, int] | None
-    min_score: float | None
-    table: FeatureTable | TableLike | str | Path | None
     right_features: FeaturesLike
 
 

@@ -165,19 +165,12 @@ def _platt(counts: Counts) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Reliability:
-    """How often pairs are positive, by probability, in bins with about the same sum of probabilities each.
+    """How often pairs are positive, by probability, in bins with about the same sum of probabilities each."""
 
-    Attributes:
-        probability: mean probability of each bin, increasing.
-        observed: share of its pairs that are positive.
-        pairs: number of its pairs, or its estimate.
-        positives: held-out pairs among them.
-    """
-
-    probability: Floats
-    observed: Floats
-    pairs: Floats
-    positives: Floats
+    probability: Floats  #: mean probability of each bin, increasing
+    observed: Floats  #: share of its pairs that are positive
+    pairs: Floats  #: number of its pairs, or its estimate
+    positives: Floats  #: held-out pairs among them
 
     @property
     def expected(self) -> float:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower.data.ids import IdsLike, Key, as_ids, rows_of
 from gramtower.data.interactions import Interactions
-from gramtower.data.matrices import union
+from gramtower.data.matrices import ones_at, union
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import current_group
 from gramtower.model.feature_spec import COMBINATION, FeatureSpec, GivenFeatures, IdArray, is_combination
@@ -115,9 +115,7 @@ class Combinations:
     def seen(self, pairs: sp.csr_matrix) -> sp.csr_matrix:
         """What each of :attr:`users` has seen in any context, as ones, from the pairs of combinations."""
         own = self._users[2]
-        by_user = sp.csr_matrix(
-            (np.ones(len(own), np.float32), (own, np.arange(len(own)))), (len(self.users), len(own))
-        )
+        by_user = ones_at(own, np.arange(len(own)), (len(self.users), len(own)))
         return union(sp.csr_matrix(by_user @ pairs))
 
     def spread(self, pairs: sp.csr_matrix) -> sp.csr_matrix:

@@ -31,9 +31,9 @@ zero at the row's optimum. For the squared loss these are the normal equations o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ from gramtower.model.fit_data import seen_by_towers
 from gramtower.model.fit_parts import imputed_label, left_weights
 from gramtower.model.fitted import FittedModel
 from gramtower.model.settings import ModelSettings, given
-from gramtower.model.side import HistoriesLike, Name, Side, history_matrix
+from gramtower.model.side import HistoriesLike, Name, Side, described, history_matrix, new_features
 
 _FEWEST, _MOST, _CLOSE, _SMALL = 16, 512, 1e-6, 1e-9
 Array = NDArray[np.float64]
@@ -63,38 +63,24 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Contribution:
-    """One part of a score.
+    """One part of a score."""
 
-    Attributes:
-        kind: "history" (an entity it was observed with), "feature" (a column), or "id" (its own vector).
-        name: the id of that entity, the name or number of the column, or its own id.
-        value: what it adds to the score.
-    """
-
-    kind: str
-    name: Name
-    value: float
+    kind: str  #: "history" (an entity it was observed with), "feature" (a column), or "id" (its own vector)
+    name: Name  #: the id of that entity, the name or number of the column, or its own id
+    value: float  #: what it adds to the score
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The score of a pair as a sum: score = base + Σ contributions + remainder.
+    """The score of a pair as a sum: score = base + Σ contributions + remainder."""
 
-    Attributes:
-        score: p_iᵀq_j in float64.
-        side: whose entity it is explained by.
-        method: "linear", "integrated gradients" or "normal equations"; see docs/explaining.md.
-        contributions: the parts, from the largest to the smallest.
-        base: the score of an entity of which nothing is known; of the normal equations, what all unobserved pairs add.
-        remainder: what is left: of a quadrature, or of a training that stopped before the row's optimum.
-    """
-
-    score: float
-    side: str
-    method: str
-    contributions: list[Contribution]
+    score: float  #: p_iᵀq_j in float64
+    side: str  #: whose entity it is explained by
+    method: str  #: "linear", "integrated gradients" or "normal equations"; see docs/explaining.md
+    contributions: list[Contribution]  #: the parts, from the largest to the smallest
+    #: the score of an entity of which nothing is known; of the normal equations, what all unobserved pairs add
     base: float
-    remainder: float
+    remainder: float  #: what is left: of a quadrature, or of a training that stopped before the row's optimum
 
     def to_plain(self, most: int | None = None) -> dict[str, Any]:
         """As JSON has it: the ``most`` largest in size, and the sum of all others."""
@@ -113,18 +99,17 @@ class Explainer:
     """Explains pairs of one fitted model; what all explanations need is computed once."""
 
     def __init__(self, settings: ModelSettings, fitted: FittedModel) -> None:
-        if not fitted.shards.single:
-            check.fail("model", f"one in {fitted.shards.group.size} processes", "a loaded model, in one")
-        self._settings, self._fitted = settings, fitted
-        self._towers: dict[str, _Tower] = {}
-        self._equations: dict[str, RowEquations] = {}
+        fitted.need_whole()
+        self._fitted = fitted
+        self._equations = cache(lambda side: RowEquations(settings, fitted, side))
+        self._tower = cache(lambda side: _Tower(getattr(fitted.known_towers("explain scores"), side)))
 
     def explain(
         self, own: int | None, other: int, side: str = "left", features: FeaturesLike = None,
         histories: HistoriesLike | None = None,
     ) -> Explanation:  # fmt: skip
         """The score of the row of the entity that it is explained by, None for a new one, with another one's row."""
-        this, that = self.sides(side)
+        this, that = self._sides(side)
         q = that.embeddings[other].double()
         if own is None and features is None and histories is None:
             check.fail(side, "None", f"an id, or what describes a new entity: {side}_features or histories")
@@ -132,27 +117,30 @@ class Explainer:
             if features is not None or histories is not None or own is None:
                 this.inputs.listed(side, features)
                 check.fail("histories", "a history", f"an id: this model knows {side} entities only by id")
-            return self._by_pairs(this, that, own, q)
-        x = self._inputs(this, own, features, histories)
-        return self._by_inputs(this, that, x, q, own)
+            columns, values, base, score = self._equations(side).parts(own, q)
+            return _made(score, side, "normal equations", _named("history", that, columns, values), base)
+        return self._by_inputs(this, that, self._inputs(this, own, features, histories), q, own)
 
-    def sides(self, side: str) -> tuple[Side, Side]:
+    def of_keys(
+        self, keys: Mapping[str, Name | None], side: str, features: Mapping[str, FeaturesLike],
+        histories: HistoriesLike | None,
+    ) -> Explanation:  # fmt: skip
+        """The score of two ids, by side; None for a new entity of the side that it is explained by."""
+        this, that = self._sides(side)
+        if features[that.name] is not None:
+            check.fail(f"{that.name}_features", "features", f"None: the score is explained by the {side} entity")
+        if histories is not None and side == "right":
+            check.fail("histories", "a history", 'None with side="right"')
+        other, own = that.row(keys[that.name]), None if keys[side] is None else this.row(keys[side])
+        return self.explain(own, other, side, features[side], histories)
+
+    def _sides(self, side: str) -> tuple[Side, Side]:
         """The side that scores are explained by, and the other one."""
         return self._fitted.side(side), self._fitted.side("right" if side == "left" else "left")
 
-    def _by_pairs(self, this: Side, that: Side, own: int, q: Tensor) -> Explanation:
-        if this.name not in self._equations:
-            self._equations[this.name] = RowEquations(self._settings, self._fitted, this.name)
-        columns, values, base, score = self._equations[this.name].parts(own, q)
-        found = _named("history", that, columns, values)
-        return _made(score, this.name, "normal equations", found, base)
-
     def _by_inputs(self, this: Side, that: Side, x: sp.csr_matrix, q: Tensor, own: int | None) -> Explanation:
-        if this.name not in self._towers:
-            towers = self._fitted.known_towers("explain scores")
-            self._towers[this.name] = _Tower(towers.left if this.name == "left" else towers.right)
         columns, row = x.indices.astype(np.int64), torch.from_numpy(x.data.astype(np.float64))
-        values, base, score, method = self._towers[this.name].parts(columns, row, x.shape[1], q)
+        values, base, score, method = self._tower(this.name).parts(columns, row, x.shape[1], q)
         found: list[Contribution] = []
         for part, span in this.inputs.spans:
             inside = (columns >= span.start) & (columns < span.stop)
@@ -190,7 +178,7 @@ class Explainer:
                 expected = "the entity's history, the newest last: a model keeps which pairs there are, not their order"
                 check.fail("histories", "None", expected)
             history = (fitted.trained if own < this.trained else fitted.further)[own]
-        row = inputs.new(this.name, features, history)
+        row = new_features(this, None if features is None else described(this, features), history)
         if row.shape[0] != 1:
             check.fail(f"{this.name}_features, histories", f"{row.shape[0]} rows", "one, of the entity asked about")
         x = sp.csr_matrix(row, dtype=np.float32)

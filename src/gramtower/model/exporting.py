@@ -61,8 +61,7 @@ _OPSET, _LARGEST = 18, 2**31 - 2**20  # bytes that one file of ONNX can hold
 def write_export(folder: Path, fitted: FittedModel, to: str) -> list[Path]:
     """Write a model into a folder, and say which files."""
     check.choice("to", to, FORMATS)
-    if not fitted.shards.single:
-        check.fail("model", f"one in {fitted.shards.group.size} processes", "a loaded model, in one")
+    fitted.need_whole()
     if folder.exists() and not folder.is_dir():
         check.fail("path", str(folder), "a folder, or a new name for one")
     for package in _PACKAGES.get(to, ()):
@@ -86,20 +85,19 @@ def write_export(folder: Path, fitted: FittedModel, to: str) -> list[Path]:
 
 
 def _write_network(folder: Path, fitted: FittedModel, side: Side, to: str) -> tuple[str, JSON]:
-    towers = fitted.known_towers("export its towers")
-    network = network_of(towers.left if side.name == "left" else towers.right, side.inputs)
-    given = example(network, side.inputs.width)
+    network = network_of(getattr(fitted.known_towers("export its towers"), side.name), side.inputs)
+    names, given = _inputs(side.inputs)
     name = f"{side.name}.{'onnx' if to == 'onnx' else 'pt'}"
     with replacing(folder / name) as partial, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         if to == "onnx":
-            _write_onnx(partial, network, given)
+            _write_onnx(partial, network, names, given)
         else:
             torch.jit.trace(network, given).save(str(partial))  # type: ignore[no-untyped-call]
-    return name, {"inputs": list(network.names), "parts": described_parts(side.inputs)}
+    return name, {"inputs": names, "parts": described_parts(side.inputs)}
 
 
-def _write_onnx(path: Path, network: IdNetwork | DenseNetwork | SparseNetwork, given: tuple[torch.Tensor, ...]) -> None:
+def _write_onnx(path: Path, network: nn.Module, names: list[str], given: tuple[Tensor, ...]) -> None:
     size = sum(p.numel() * p.element_size() for p in network.parameters())
     if size > _LARGEST:
         given_size = f"'onnx' of {size / 2**30:.1f} GiB of weights"
@@ -111,7 +109,7 @@ def _write_onnx(path: Path, network: IdNetwork | DenseNetwork | SparseNetwork, g
     noisy.setLevel(logging.ERROR)
     try:
         torch.onnx.export(
-            network, given, str(path), dynamo=True, opset_version=_OPSET, input_names=list(network.names),
+            network, given, str(path), dynamo=True, opset_version=_OPSET, input_names=names,
             output_names=["embedding"], dynamic_shapes=tuple(axes), external_data=False, verbose=False,
         )  # fmt: skip
     finally:
@@ -163,23 +161,8 @@ _EMBEDDINGS: dict[str, Callable[[Path, Side], str]] = {
 _PACKAGES = {"onnx": ("onnx", "onnxscript"), "faiss": ("faiss",), "parquet": ("polars",)}
 
 
-class IdNetwork(nn.Module):
-    """Row numbers → embeddings."""
-
-    names = ("rows",)
-
-    def __init__(self, tower: nn.Module) -> None:
-        super().__init__()
-        self.tower = tower
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.tower(rows)  # type: ignore[no-any-return]
-
-
 class DenseNetwork(nn.Module):
     """Rows of a dense matrix, as the caller has them → embeddings."""
-
-    names = ("features",)
 
     def __init__(self, tower: nn.Module, part: Part) -> None:
         super().__init__()
@@ -195,8 +178,6 @@ class DenseNetwork(nn.Module):
 
 class SparseNetwork(nn.Module):
     """Columns and values of several parts side by side → embeddings."""
-
-    names = ("columns", "values")
 
     def __init__(self, tower: nn.Module, inputs: FeatureSpec) -> None:
         super().__init__()
@@ -277,24 +258,23 @@ class _Columns(nn.Module):
         return made.float()
 
 
-def network_of(tower: nn.Module, inputs: FeatureSpec) -> IdNetwork | DenseNetwork | SparseNetwork:
+def network_of(tower: nn.Module, inputs: FeatureSpec) -> nn.Module:
     """The tower of a side with the scaling of what it sees, as a module on the CPU that nothing else shares."""
     tower = copy.deepcopy(tower).cpu().float().eval().requires_grad_(False)
     if inputs.kind == "id":
-        return IdNetwork(tower)
+        return tower
+    return DenseNetwork(tower, inputs.parts[0]) if inputs.kind == "dense" else SparseNetwork(tower, inputs)
+
+
+def _inputs(inputs: FeatureSpec) -> tuple[list[str], tuple[Tensor, ...]]:
+    """The names of a network's inputs, and an example of two rows to trace it with."""
+    if inputs.kind == "id":
+        return ["rows"], (torch.zeros(2, dtype=torch.int64),)
     if inputs.kind == "dense":
-        return DenseNetwork(tower, inputs.parts[0])
-    return SparseNetwork(tower, inputs)
-
-
-def example(network: nn.Module, width: int) -> tuple[Tensor, ...]:
-    """Inputs of two rows, to trace a network with."""
-    if isinstance(network, IdNetwork):
-        return (torch.zeros(2, dtype=torch.int64),)
-    if isinstance(network, DenseNetwork):
-        return (torch.zeros(2, width),)
-    last = width - 1
-    return torch.tensor([[0, last, -1], [last, -1, -1]]), torch.tensor([[1.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
+        return ["features"], (torch.zeros(2, inputs.width),)
+    last = inputs.width - 1
+    rows = torch.tensor([[0, last, -1], [last, -1, -1]]), torch.tensor([[1.0, 2.0, 0.0], [1.0, 0.0, 0.0]])
+    return ["columns", "values"], rows
 
 
 def as_columns(rows: MatrixLike) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -6,9 +6,10 @@
                     mean of the histories in training, as a tower has learned nothing for an empty one.
                     "history:last=20": of the last 20 by time; "history:decay=20": of all, with values that halve with
                     every 20 newer ones
-    a FeatureTable  its columns, joined by id; the encoding is kept, the rows are not. A frame stands for
-                    FeatureTable.inferred of it
+    a FeatureTable  its columns, joined by id. A frame stands for FeatureTable.inferred of it
     a matrix        one row for each entity, in the order of the ids
+
+The encoding of tables is kept; their rows and those of matrices are kept only if asked for, encoded and not scaled.
 
 Tables and matrices are brought to a common scale, learned from the training data and kept for new entities:
 
@@ -46,7 +47,7 @@ from gramtower.data import frames
 from gramtower.data.encoders import Encoded
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import index_of, join
-from gramtower.data.matrices import checked
+from gramtower.data.matrices import checked, pattern
 from gramtower.data.pairs import Features, MatrixLike
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import SINGLE, Group, current_group
@@ -61,6 +62,9 @@ Ids = tuple[IdArray | None, IdArray | None]  # of a side, and of the other one
 Matrix: TypeAlias = NDArray[np.float32] | sp.csr_matrix  # encoded features
 Both = tuple[FeaturesLike, FeaturesLike]  # of the left and of the right entities
 MOST_DEVIATIONS = 10.0
+FLOATS = (torch.float32, torch.float64)
+# of a tensor in a file; None for a length that the content says
+TensorShape = tuple[tuple[int | None, ...], tuple[torch.dtype, ...]]
 
 
 @dataclass(frozen=True)
@@ -202,21 +206,26 @@ class GivenFeatures:
             table = next(tables)
             if not is_frame(part):
                 return part
-            argument = f"{self.side}_features"
-            present = frames.column_names(argument, part)
-            wanted = dict.fromkeys([*([] if table is None else [table.id]), name, "id"])
-            column = next((one for one in wanted if one in present), None)
-            if column is None:
-                given = f"a {type(part).__name__} of {', '.join(present[:5])}{', …' * (len(present) > 5)}"
-                expected = f"a column of ids, {' or '.join(map(repr, wanted))}, or FeatureTable.inferred(frame, id=…)"
-                index = getattr(getattr(part, "index", None), "name", None)  # of pandas
-                check.fail(argument, given, "frame.reset_index(), with its ids" if index in wanted else expected)
+            column = self.id_column(part, name, table)
             try:
                 return FeatureTable.inferred(part, column) if table is None else table.read_alike(part, column)
             except ValueError as error:
-                raise ValueError(f"{argument}: {error}") from error
+                raise ValueError(f"{self.side}_features: {error}") from error
 
         return self._changed(read)
+
+    def id_column(self, frame: TableLike, name: str, table: FeatureTable | None) -> str:
+        """The column of ids of a frame: that of the table of before, the one called ``name``, or ``id``."""
+        argument = f"{self.side}_features"
+        present = frames.column_names(argument, frame)
+        wanted = dict.fromkeys([*([] if table is None else [table.id]), name, "id"])
+        column = next((one for one in wanted if one in present), None)
+        if column is None:
+            given = f"a {type(frame).__name__} of {', '.join(present[:5])}{', …' * (len(present) > 5)}"
+            expected = f"a column of ids, {' or '.join(map(repr, wanted))}, or FeatureTable.inferred(frame, id=…)"
+            index = getattr(getattr(frame, "index", None), "name", None)  # of pandas
+            check.fail(argument, given, "frame.reset_index(), with its ids" if index in wanted else expected)
+        return column
 
     def tables(self) -> FeaturesLike:
         """Return the tables, which describe entities without pairs too; None for a left side that has none."""
@@ -327,6 +336,75 @@ _GIVEN = ("table", "sparse", "dense")  # parts that the caller describes new ent
 _USUAL = 1024  # entries of the mean history that are kept, the largest ones
 
 
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """The encoded rows of one part, not scaled, for a later update."""
+
+    entities: NDArray[np.int64]  # the entities of the side that have a row, by their numbers, increasing
+    rows: Matrix  # those rows
+
+    @classmethod
+    def copied(cls, name: str, entities: NDArray[np.int64], rows: MatrixLike) -> StoredRows:
+        """The rows of some of the entities, from those of all."""
+        if not is_sparse(rows):
+            dense: Any = check.as_float_array(name, rows)[entities]
+            return cls(entities, dense)
+        kept = sp.csr_matrix(rows)[entities]
+        kept.sum_duplicates()
+        kept.data = check.as_float_array(name, kept.data)
+        return cls(entities, kept)
+
+    def followed_by(self, count: int, rows: MatrixLike | None) -> StoredRows:
+        """The same with rows of entities that come after the ``count`` of before; None if they have none."""
+        if rows is None:
+            return self
+        if sp.issparse(self.rows):
+            both: Matrix = sp.csr_matrix(sp.vstack([self.rows, sp.csr_matrix(rows)], format="csr"))
+        else:
+            both = np.concatenate([self.rows, rows.toarray() if is_sparse(rows) else rows])
+        return StoredRows(np.concatenate([self.entities, count + np.arange(rows.shape[0])]), both)
+
+    def tensors(self, prefix: str) -> dict[str, Tensor]:
+        """Return the arrays by their names in a file."""
+        found: dict[str, NDArray[np.generic]] = {"entities": self.entities}
+        if is_sparse(self.rows):
+            counts, columns = np.diff(self.rows.indptr).astype(np.int64), self.rows.indices.astype(np.int32)
+            found |= {"counts": counts, "columns": columns, "values": self.rows.data}
+        else:
+            found["values"] = self.rows
+        return {prefix + name: torch.from_numpy(array) for name, array in found.items()}
+
+    @staticmethod
+    def tensor_shapes(prefix: str, count: int, width: int, dense: bool) -> dict[str, TensorShape]:
+        """The shapes and types of these arrays."""
+        found: dict[str, TensorShape] = {"entities": ((count,), (torch.int64,))}
+        if dense:
+            found["values"] = ((count, width), FLOATS)
+        else:
+            found |= {"counts": ((count,), (torch.int64,)), "columns": ((None,), (torch.int32,))}
+            found["values"] = ((None,), FLOATS)
+        return {prefix + name: expected for name, expected in found.items()}
+
+    @classmethod
+    def of_tensors(cls, prefix: str, tensors: Mapping[str, Tensor], width: int, total: int) -> StoredRows:
+        """What :meth:`tensors` gave, of a side of ``total`` entities; refused if it does not hold together."""
+        found = {
+            name.removeprefix(prefix): tensor.numpy().copy()
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
+        entities, values = found["entities"], found["values"]
+        if len(entities) and (entities[0] < 0 or entities[-1] >= total or (np.diff(entities) <= 0).any()):
+            check.fail(f"{prefix}entities", "numbers out of order or range", f"increasing numbers below {total}")
+        if "counts" not in found:
+            return cls(entities, values)
+        if (found["counts"] < 0).any() or len(values) != len(found["columns"]):
+            check.fail(f"{prefix}counts", "counts that do not fit", "numbers >= 0, and a value for each column")
+        offsets = np.concatenate([[0], np.cumsum(found["counts"])])
+        pattern(f"{prefix}columns", found["columns"], offsets, (len(entities), width))
+        return cls(entities, sp.csr_matrix((values, found["columns"], offsets), shape=(len(entities), width)))
+
+
 @dataclass(frozen=True)
 class Part:
     """Some columns: their kind (``id``, ``history``, ``table``, ``sparse``, ``dense``) and number."""
@@ -340,6 +418,8 @@ class Part:
     usual: sp.csr_matrix | None = field(default=None, compare=False, repr=False)
     last: int = 0  # of histories, how many of the last entries count; 0 for all
     decay: int = 0  # of histories, the number of newer entries that halve a value; 0 for equal values
+    # of tables and matrices, the rows of entities; None if they are not kept
+    stored: StoredRows | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -362,6 +442,7 @@ class _Form:
     factor: float = 1.0
     last: int = 0
     decay: int = 0
+    stored: int | None = None  # number of rows that are kept
 
 
 @dataclass(frozen=True)
@@ -432,22 +513,33 @@ class FeatureSpec:
         ends = itertools.accumulate(part.width for part in self.parts)
         return [(part, slice(end - part.width, end)) for part, end in zip(self.parts, ends, strict=True)]
 
-    def new(self, side: str, features: FeaturesLike, history: sp.csr_matrix | None) -> Matrix:
-        """Features of entities that were not there in training, one row for each."""
-        if history is not None and not self.has_history:
-            check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
-        listed = self.listed(side, features)
-        given = [_new_rows(f"{side}_features", part, rows) for part, rows in zip(self.given, listed, strict=True)]
-        counts = {rows.shape[0] for rows in (*given, history) if rows is not None}
-        if len(counts) != 1:
-            given_rows = " and ".join(map(str, sorted(counts)))
-            check.fail(f"{side}_features, histories", f"{given_rows} rows", "as many rows in each")
-        return self.encoded(side, given, counts.pop(), history)
+    @property
+    def only_tables(self) -> bool:
+        """Whether tables describe the entities, next to ids and histories at most."""
+        tables = [part.table for part in self.given]
+        return bool(tables) and not any(table is None or is_combination(table) for table in tables)
+
+    @property
+    def stores_rows(self) -> bool:
+        """Whether the rows of entities are kept, so that an update needs only those of new and changed ones."""
+        return any(part.stored is not None for part in self.parts)
+
+    def with_more_rows(self, count: int, given: Sequence[MatrixLike | None]) -> FeatureSpec:
+        """The same with the rows of entities after the ``count`` of before, if it keeps rows."""
+        if not self.stores_rows:
+            return self
+        rest = iter(given)
+        parts = (part if part.stored is None else replace(part, stored=part.stored.followed_by(count, next(rest)))
+                 for part in self.parts)  # fmt: skip
+        return FeatureSpec(tuple(parts))
 
     def encoded(
         self, side: str, given: Sequence[MatrixLike | None], count: int, history: sp.csr_matrix | None = None
     ) -> Matrix:
-        """The same from the rows of each given part before scaling; None stands for a table that is missing."""
+        """Features of entities that were not there in training, from the rows of each given part before scaling.
+
+        None stands for a table without any of them.
+        """
         name, rest, made = f"{side}_features", iter(given), []
         for part in self.parts:
             if part.kind in _GIVEN:
@@ -509,6 +601,7 @@ class FeatureSpec:
             | ({} if p.scaling is None else {"scaling": p.scaling.to_plain()})
             | ({} if p.factor == 1 else {"factor": p.factor})
             | {name: value for name in ORDERED if (value := getattr(p, name))}
+            | ({} if p.stored is None else {"stored": len(p.stored.entities)})
             for p in self.parts
         ]
 
@@ -531,7 +624,13 @@ class FeatureSpec:
                 check.fail(
                     "inputs", f"{kind} with last {form.last} and decay {form.decay}", "numbers >= 0 of a history"
                 )
-            parts.append(Part(kind, form.width, table, scaling, form.factor, last=form.last, decay=form.decay))
+            stored = None
+            if form.stored is not None:
+                if kind not in _GIVEN or not 0 <= form.stored < 2**31:
+                    check.fail("inputs.stored", form.stored, "a number of rows, of a table or a matrix")
+                unread = np.broadcast_to(np.int64(0), form.stored)  # which takes no memory
+                stored = StoredRows(unread, np.empty((0, form.width), np.float32))
+            parts.append(Part(kind, form.width, table, scaling, form.factor, None, form.last, form.decay, stored))
         kinds = [part.kind for part in parts if part.kind in NAMES]
         if not parts or len(set(kinds)) < len(kinds):
             check.fail("inputs", " + ".join(kinds) or "nothing", "parts, id and history once each")
@@ -545,17 +644,32 @@ class FeatureSpec:
                     yield f"scale|{side}|{place}|{name}", place, name
 
     def tensors(self, side: str) -> dict[str, Tensor]:
-        """Return the numbers of the scalings, by their names in a file."""
-        return {
+        """Return the numbers of the scalings and the rows that are kept, by their names in a file."""
+        found = {
             key: torch.from_numpy(getattr(self.parts[place].scaling, name)) for key, place, name in self._scales(side)
         }
+        for place, part in enumerate(self.parts):
+            found |= {} if part.stored is None else part.stored.tensors(f"rows|{side}|{place}|")
+        return found
 
-    def tensor_widths(self, side: str) -> dict[str, int]:
-        return {key: self.parts[place].width for key, place, _ in self._scales(side)}
+    def tensor_shapes(self, side: str) -> dict[str, TensorShape]:
+        """The shapes and types of these tensors."""
+        found: dict[str, TensorShape] = {
+            key: ((self.parts[place].width,), (torch.float64,)) for key, place, _ in self._scales(side)
+        }
+        for place, part in enumerate(self.parts):
+            if part.stored is not None:
+                count, dense = len(part.stored.entities), part.kind == "dense"
+                found |= StoredRows.tensor_shapes(f"rows|{side}|{place}|", count, part.width, dense)
+        return found
 
-    def with_tensors(self, side: str, tensors: Mapping[str, Tensor]) -> FeatureSpec:
-        """Return the same with the numbers that :meth:`tensors` gave."""
-        parts = list(self.parts)
+    def with_tensors(self, side: str, tensors: Mapping[str, Tensor], total: int) -> FeatureSpec:
+        """Return the same with the numbers that :meth:`tensors` gave for a side of ``total`` entities."""
+        parts = [
+            part if part.stored is None
+            else replace(part, stored=StoredRows.of_tensors(f"rows|{side}|{place}|", tensors, part.width, total))
+            for place, part in enumerate(self.parts)
+        ]  # fmt: skip
         for key, place, name in self._scales(side):
             scaling = parts[place].scaling
             assert scaling is not None
@@ -637,16 +751,6 @@ def _check_encoders(side: str, table: FeatureTable, before: FeatureTable) -> Non
             check.fail(f"{side}_features", given, f"the encoder of before, {old[one.column].encoder!r}")
 
 
-def _new_rows(name: str, part: Part, rows: FeaturesLike) -> Matrix | None:
-    """The rows of one part before scaling, None if they were not given."""
-    if rows is None:
-        return None
-    if part.table is None:
-        return new_matrix(name, part, rows)
-    source: Any = rows.source if isinstance(rows, FeatureTable) else rows
-    return part.table.encode_frame(source, name)
-
-
 def new_matrix(name: str, part: Part, rows: FeaturesLike) -> Matrix:
     """Rows of a matrix for new entities: checked, sparse or numpy."""
     if not is_matrix(rows) or len(rows.shape) != 2 or rows.shape[1] != part.width:
@@ -673,17 +777,18 @@ def concatenated(features: Sequence[Matrix]) -> Matrix:
 
 def training_parts(
     side: str, given: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows | None = None,
-    times: NDArray[np.floating] | None = None,
+    times: NDArray[np.floating] | None = None, store: bool = False,
 ) -> list[tuple[Part, MatrixLike | None]]:  # fmt: skip
     """The parts of one side's inputs, each with its features of the training data as they came.
 
-    ``times`` are those of the entries of the matrix, which histories of the last entries need.
+    ``times`` are those of the entries of the matrix, which histories of the last entries need; with ``store`` the parts
+    keep the rows of entities.
     """
     place = place or Rows((0, matrix.shape[0]))
     wanted = list(given) if isinstance(given, (list, tuple)) else ["id" if given is None else given]
     if not wanted:
         check.fail(f"{side}_features", repr(given), "at least one part; None for ids only")
-    read = [_training_part(side, one, ids, matrix, place, times) for one in wanted]
+    read = [_training_part(side, one, ids, matrix, place, times, store) for one in wanted]
     named = [part.kind for part, _ in read if part.kind in NAMES]
     if len(set(named)) < len(named):
         check.fail(f"{side}_features", " + ".join(named), "id and history once each")
@@ -711,9 +816,9 @@ def training_inputs(
 
 def _training_part(
     side: str, one: FeaturesLike, ids: IdArray | None, matrix: sp.csr_matrix, place: Rows,
-    times: NDArray[np.floating] | None,
+    times: NDArray[np.floating] | None, store: bool,
 ) -> tuple[Part, MatrixLike | None]:  # fmt: skip
-    rows = place.count
+    rows, stored = place.count, None
     if isinstance(one, str):
         names = NAMES if side == "left" else NAMES[:1]
         name, star, factor = one.partition("*")
@@ -732,7 +837,8 @@ def _training_part(
             return Part("id", place.total), None
         return Part("history", matrix.shape[1]), history_features(matrix)
     if isinstance(one, FeatureTable):
-        encoded = one.encode(range(place.first, place.stop) if ids is None else ids)
+        keys = range(place.first, place.stop) if ids is None else ids
+        encoded = one.encode(keys)
         if rows == place.total and one.report["ids_without_features"] == rows:  # of several processes none knows all
             example = repr(0 if ids is None else ids.tolist()[0])
             given = f"a table of {len(one):,} rows, none of them with the id of a {side} entity"
@@ -740,18 +846,19 @@ def _training_part(
         if not encoded.shape[1]:
             given = f"a table without a value in {', '.join(one.columns)}"
             check.fail(f"{side}_features", given, "at least one column with values")
-        return Part("table", encoded.shape[1], one.without_rows()), encoded
+        if store and not is_combination(one):
+            stored = StoredRows.copied(f"{side}_features", np.flatnonzero(one.match(keys) < len(one)), encoded)
+        return Part("table", encoded.shape[1], one.without_rows(), stored=stored), encoded
     if is_frame(one) or not is_matrix(one) or len(one.shape) != 2 or one.shape[0] != rows:
         expected = f'scipy.sparse, numpy or torch with {rows} rows, a FeatureTable, "id", "history", or a list of these'
         check.fail(f"{side}_features", _shown(one), expected)
     if not one.shape[1]:
         check.fail(f"{side}_features", f"a matrix of shape {tuple(one.shape)}", "at least one column")
-    if not sp.issparse(one):
-        check.finite(f"{side}_features", check.as_float_array(f"{side}_features", one))
-        return Part("dense", int(one.shape[1])), one
-    made = checked(f"{side}_features", one)
-    check.finite(f"{side}_features", made.data)
-    return Part("sparse", int(made.shape[1])), made
+    made = checked(f"{side}_features", one) if sp.issparse(one) else one
+    check.finite(f"{side}_features", made.data if is_sparse(made) else check.as_float_array(f"{side}_features", made))
+    if store:
+        stored = StoredRows.copied(f"{side}_features", np.arange(rows), made)
+    return Part("sparse" if is_sparse(made) else "dense", int(made.shape[1]), stored=stored), made
 
 
 def _ordered_history(given: str, width: int) -> Part:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 import scipy.sparse as sp
@@ -22,7 +22,7 @@ from gramtower._util.checks import check_hidden
 from gramtower.data.frames import Column
 from gramtower.data.ids import Key, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike, pairs_of, union
-from gramtower.data.matrices import SparseMatrix, checked, resized, warn_of_pairs
+from gramtower.data.matrices import SparseMatrix, checked, ones_at, resized, warn_of_pairs
 from gramtower.data.splits import per_user, per_user_mask
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import SINGLE, Digest, Group, agree, current_group
@@ -50,6 +50,18 @@ from gramtower.model.settings import ModelSettings
 FitPairs: TypeAlias = Interactions | Shard | SparseMatrix
 Validation: TypeAlias = PairsLike | float | None  # pairs, or a share of those to learn from
 Numbered = tuple[int | None, int | None]  # see Interactions.numbered
+
+
+class PairColumns(TypedDict, total=False):
+    """The columns of a table of pairs, as keyword arguments; :meth:`gramtower.TwoTower.fit` describes them."""
+
+    left: Column | None
+    right: Column | None
+    value: Column | None
+    weight: Column | None
+    time: Column | None
+    threshold: float | None
+    context: Sequence[str] | None
 
 
 @dataclass(frozen=True)
@@ -188,6 +200,9 @@ def prepare_data(
         given_dim = None if settings.dim is None else check.count("dim", settings.dim)
         given_length = None if settings.normalize is None else check.flag("normalize", settings.normalize)
         refine = None if settings.refine is None else check.flag("refine", settings.refine)
+        store = check.flag("store_features", settings.store_features)
+        if store and group.size > 1:
+            check.fail("store_features", f"True in {group.size} processes", "False, or a fit in one process")
     agree(
         group, {"dim": given_dim, "hidden": hidden, "scale_features": scale, "normalize": given_length,
                 "refine": refine}
@@ -222,7 +237,7 @@ def prepare_data(
             ids = shards.left.local_rows("left ids", ids[0]), ids[1]
         local = ids[0], shards.right.local_rows("right ids", ids[1])
         parts = [
-            training_parts(one.side, one.local(rows, part is not None), own, seen, rows, times)
+            training_parts(one.side, one.local(rows, part is not None), own, seen, rows, times, store)
             for one, rows, own, seen in zip(both, (shards.left, shards.right), local, (matrix, matrix.T), strict=True)
         ]
     if part is not None and validation is not None:
@@ -337,6 +352,13 @@ class Aligned:
     unknown_right: int  # pairs whose right id is not known; the others that are missing have an unknown left one
     example: tuple[Key, int] | None  # an unknown id, and the side it is of (0 or 1); None if there is none
 
+    def known_pairs(self, name: str, ids: Ids) -> sp.csr_matrix:
+        """The pairs; a warning counts those of unknown entities, and if there are no others they are refused."""
+        refuse_strangers(name, self, ids)
+        if self.example is not None:
+            warn_of_pairs(name, self.total - self.pairs.nnz, self.total, self.example[0])
+        return self.pairs
+
 
 def align(
     name: str, given: FitPairs, ids: Ids, shape: tuple[int, int], numbered: Numbered | None = None,
@@ -387,19 +409,14 @@ def aligned(
     name: str, test: FitPairs, ids: Ids, shape: tuple[int, int], numbered: Numbered | None = None
 ) -> sp.csr_matrix:
     """Held-out pairs in the model's row numbers; those of unknown entities are left out, with a warning."""
-    found = align(name, test, ids, shape, numbered)
-    refuse_strangers(name, found, ids)
-    if found.example is not None:
-        warn_of_pairs(name, found.total - found.pairs.nnz, found.total, found.example[0])
-    return found.pairs
+    return align(name, test, ids, shape, numbered).known_pairs(name, ids)
 
 
 def own_pairs(ids: Ids, shape: tuple[int, int]) -> sp.csr_matrix:
     """Every entity that is on both sides with itself, as ones; by number where there are no ids."""
     rows = np.arange(min(shape)) if ids[0] is None or ids[1] is None else join(ids[1], index_of(ids[0]))
     columns = np.flatnonzero(rows >= 0)
-    entries = np.ones(len(columns), dtype=np.float32), (rows[columns], columns)
-    return sp.csr_matrix(entries, shape=shape)
+    return ones_at(rows[columns], columns, shape)
 
 
 def known_pairs(ids: tuple[IdArray, IdArray], pairs: Interactions) -> int:

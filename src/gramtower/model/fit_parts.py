@@ -33,15 +33,14 @@ from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import Scores, evaluate_embeddings
 from gramtower.metrics.definitions import to_maximise
-from gramtower.metrics.tally import deal, means_without
 from gramtower.model import defaults
 from gramtower.model.context import Combinations
-from gramtower.model.feature_spec import GivenFeatures
-from gramtower.model.fit_data import FitData, FitPairs
+from gramtower.model.feature_spec import GivenFeatures, is_combination, is_frame, read_table
+from gramtower.model.fit_data import FitData, FitPairs, matrix_and_ids
 from gramtower.model.fitted import FittedModel
 from gramtower.model.settings import Factors, ModelSettings, WeightsLike, given
-from gramtower.model.side import Side
-from gramtower.model.unseen import SIDES, Unseen, UnseenValidator, with_feature_columns
+from gramtower.model.side import Described, Side, described
+from gramtower.model.unseen import SIDES, Unseen, UnseenValidator, Validator, with_feature_columns
 from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.checkpoint import sparse_digest
 from gramtower.training.loop import minimize
@@ -185,21 +184,12 @@ def ranked_pairs(data: FitData, held_out: sp.csr_matrix) -> tuple[sp.csr_matrix,
     return (new, seen) if new.nnz else (held_out, data.matrix)
 
 
-@dataclass(frozen=True)
-class RankingValidator:
+@dataclass(frozen=True, eq=False)
+class RankingValidator(Validator):
     """The metric of the held-out pairs; over several processes that of all, from the pairs of local left rows."""
 
-    metric: str
     held_out: sp.csr_matrix
     train: sp.csr_matrix
-
-    def __call__(self, point: Point) -> float:
-        return float(self.scores(point, (self.metric,))[self.metric])
-
-    def without(self, point: Point, seed: int) -> list[float]:
-        """The metric without each part of the users, drawn with a seed; empty for one that is not a mean over users."""
-        values = self.scores(point, (self.metric,)).per_user.get(self.metric)
-        return [] if values is None else means_without(values, deal(len(values), seed))
 
     def scores(self, point: Point, metrics: Sequence[str], known: tuple[Tensor, Tensor] | None = None) -> Scores:
         P, Q = known or (point.P, point.right_rows)
@@ -275,8 +265,7 @@ def _degrees(pairs: sp.csr_matrix) -> tuple[NDArray[np.integer], NDArray[np.inte
 
 def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] = (False, False)) -> FitPairs:
     """The pairs that a model knows, and more: entities keep their rows, new ones come after them."""
-    if not fitted.shards.single:
-        check.fail("model", f"one spread over {fitted.shards.group.size} processes", "one of a single process")
+    fitted.need_whole()
     if not fitted.plain_pairs:
         given = "a model fitted with labels other than 1 or with weights, which it does not keep"
         check.fail("model", given, "fit(pairs, warm_start=True) with all pairs, old and new")
@@ -312,8 +301,10 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
 def described_features(known: Side, given: FeaturesLike) -> FeaturesLike:
     """What the tower of a side sees: as before where the model can tell, otherwise as given, for all entities."""
     name, everyone = f"{known.name}_features", f"all {known.name} entities, old and new: the model"
+    if given is None and any(is_combination(part.table) for part in known.inputs.parts):
+        return None  # the pairs say it
     if given is None and known.inputs.given:
-        expected = f"features of {everyone} keeps how they are encoded, not the rows"
+        expected = f"features of {everyone} keeps rows only with store_features=True"
         check.fail(name, f"nothing, for a model that sees {known.inputs.kind}", expected)
     if given is None:
         return [part.name for part in known.inputs.parts]
@@ -322,8 +313,70 @@ def described_features(known: Side, given: FeaturesLike) -> FeaturesLike:
             found, total = int((part.match(known.ids) < len(part)).sum()), len(known.ids)
             if 2 * found < total:
                 shown = f"rows of {found:,} of the {total:,} {known.name} entities that the model knows"
-                check.fail(name, shown, f"the table of {everyone} does not keep its rows")
+                check.fail(name, shown, f"the table of {everyone} keeps rows only with store_features=True")
     return given
+
+
+def stored_features(known: Side, given: FeaturesLike, column: str, pairs: FitPairs) -> FeaturesLike:
+    """The features of a side of grown pairs, as a fit takes them: the rows that the model stores, and those given.
+
+    Given rows replace stored ones. ``column`` is the name of the column of ids in the pairs.
+    """
+    name, axis = f"{known.name}_features", SIDES.index(known.name)
+    before, after = known.ids, matrix_and_ids(pairs)[1][axis]
+    if before is None or after is None:
+        before, after = np.arange(len(known)), np.arange(pairs.shape[axis])
+    everyone = np.concatenate([after, before[join(before, index_of(after)) < 0]])  # also those added without pairs
+    old = join(everyone, index_of(before))  # rows of the model, and in ``new`` those that are given
+    what = _more_rows(known, given, column)
+    if what is None and (old < 0).any():
+        some = f"{int((old < 0).sum()):,} new {known.name} entities, such as {everyone[old < 0].tolist()[0]!r}"
+        check.fail(name, f"nothing for {some}", "their rows: the model stores only those of the entities that it knows")
+    if what is None:
+        new = np.full(len(old), -1)
+    elif what.ids is not None:
+        new = join(everyone, what.places())
+    elif what.count in (len(old), (old < 0).sum()) and all(part.table is None for part in known.inputs.given):
+        new = np.where((old < 0) | (what.count == len(old)), np.arange(len(old)) - (len(old) - what.count), -1)
+    else:
+        expected = f"{int((old < 0).sum())}, one for each new {known.name} entity in the order of their first pair"
+        check.fail(name, f"{what.count} rows without ids", f"{expected}, or a column of ids for a table")
+    made: list[FeaturesLike] = []
+    listed = iter([None] * len(known.inputs.given) if what is None else what.parts)
+    for part in known.inputs.parts:
+        if part.stored is None:
+            made.append(part.name)
+            continue
+        rows = next(listed)
+        if part.table is not None:
+            own = before[part.stored.entities], part.stored.rows
+            further = () if rows is None else (rows[new[new >= 0]], everyone[new >= 0])
+            made.append(part.table.with_rows(*own, *further))
+        elif ((old < 0) & (new < 0)).any():
+            check.fail(name, f"no row for {everyone[(old < 0) & (new < 0)].tolist()[0]!r}", "one for each new entity")
+        else:
+            made.append(part.stored.followed_by(len(known), rows).rows[np.where(new < 0, old, len(known) + new)])
+    return made
+
+
+def _more_rows(known: Side, given: FeaturesLike, column: str) -> Described | None:
+    """Rows of new and changed entities, given as for a fit or without the names of ids and histories."""
+    name, whole = f"{known.name}_features", GivenFeatures(known.name, given)
+    names = [part for part in whole.parts if isinstance(part, str)]
+    if names and names != [part.name for part in known.inputs.parts if part.stored is None]:
+        check.fail(name, " + ".join(names), f"{known.inputs.kind}, as before, or only rows")
+    others = [part for part in whole.parts if not isinstance(part, str)]
+    listed: list[FeaturesLike] = []
+    rows_of_parts = known.inputs.listed(known.name, others if len(others) > 1 else next(iter(others), None))
+    for part, rows in zip(known.inputs.given, rows_of_parts, strict=True):
+        if isinstance(rows, FeatureTable) and len(rows) > rows.report.get("rows", 0):
+            check.fail(name, "a table made by with_labels", "the rows of new labels in a frame, with their ids")
+        if part.table is not None and is_frame(rows):
+            own = whole.id_column(rows, column, part.table)
+            rows = read_table(name, rows).rename({own: part.table.id})
+        listed.append(rows)
+    given_any = any(rows is not None for rows in listed)
+    return described(known, listed if len(listed) > 1 else listed[0]) if given_any else None
 
 
 _WORTH = 2.0  # pairs that what features say of an entity counts as

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
 import numpy as np
 import scipy.sparse as sp
@@ -28,11 +28,11 @@ from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower._util.host import explained
 from gramtower.data.entity_table import EntityTable
-from gramtower.data.frames import Column, TableLike
+from gramtower.data.frames import TableLike
 from gramtower.data.ids import IdsLike, Key, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike
 from gramtower.data.list_files import ListFile, extra_columns, lists_frame
-from gramtower.data.matrices import canonical, resized, union, warn_of_pairs, without
+from gramtower.data.matrices import canonical, ones_at, resized, selected, union, warn_of_pairs, without
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Shards
@@ -51,6 +51,7 @@ from gramtower.model.fit_data import (
     Columns,
     FitPairs,
     Numbered,
+    PairColumns,
     align,
     matrix_and_ids,
     own_pairs,
@@ -123,63 +124,55 @@ def short(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+class ListRules(TypedDict, total=False):
+    """The rules of lists, as keyword arguments; :meth:`FittedModel.recommend` describes them."""
+
+    exclude_seen: bool
+    exclude: PairsLike | None
+    allow: IdsLike | PairsLike | None
+    deny: IdsLike | None
+    candidates: str
+    table: FeatureTable | TableLike | str | Path | None
+    where: str | Mapping[str, object] | None
+    boost: Boost | None
+    popularity: float
+    diversity: float
+    at_most: Mapping[str, int] | None
+    min_score: float | None
+    scores: str
+
+
 @dataclass(frozen=True, eq=False)
 class FittedModel:
-    """The result of training, and its answers.
+    """The result of training, and its answers. All attributes are in memory of the model's own."""
 
-    Attributes:
-        left: ids, inputs and embeddings of the left entities, in memory of the model's own like all attributes.
-        right: those of the right entities.
-        trained: the pairs of training, as ones.
-        further: pairs that entities have and that nothing was learned from: those of validation, and the histories of
-            entities that were added.
-        towers: embed new entities; None if they are the caller's own and were not given to ``load``.
-        shards: which rows this process holds.
-        dim: size of the embeddings.
-        hidden: widths of the hidden layers, left and right; empty for custom towers.
-        normalize: whether the towers bring the embeddings of a side to one length.
-        refine: whether known entities of sides with only features were moved by their own pairs after training.
-        omega: ω of the training.
-        activation: of the hidden layers.
-        l2: λ of the training; None if loaded from an older file; likewise the next two.
-        embedding_l2: μ of the training.
-        auto_weights: the weights of right entities that ``"auto"`` stands for.
-        history: records of the training.
-        reason: why it stopped.
-        message: the same in words.
-        best_metric: of the validation, or None.
-        path: the settings tried on held-out data, or None if ``select`` was off.
-        same_entities: whether both sides are one set, where ``seen`` holds every entity with itself too.
-        plain_pairs: whether all labels were 1 and no pair had a weight, so that ``seen`` has all that was learned from.
-        names: of the columns that the ids of both sides were read from, such as ("user", "item"); ("left", "right")
-            where the data has none.
-        calibration: the function from scores to probabilities that ``calibrate`` fitted, or None.
-    """
-
-    left: Side
-    right: Side
-    trained: sp.csr_matrix
+    left: Side  #: ids, inputs and embeddings of the left entities
+    right: Side  #: those of the right entities
+    trained: sp.csr_matrix  #: the pairs of training, as ones
+    #: pairs that nothing was learned from: those of validation, and the histories of entities that were added
     further: sp.csr_matrix
-    towers: Towers | None
-    shards: Shards
-    dim: int
-    hidden: tuple[tuple[int, ...], tuple[int, ...]]
-    normalize: bool
-    omega: float
-    history: list[Record]
-    reason: Reason
-    message: str
-    best_metric: float | None
-    same_entities: bool = False
-    plain_pairs: bool = True
-    activation: str = defaults.ACTIVATION
-    l2: float | None = None
-    embedding_l2: float | None = None
-    auto_weights: str | None = None
-    refine: bool = False
-    path: Selection | None = None
-    names: tuple[str, str] = ("left", "right")
-    calibration: Calibration | None = None
+    towers: Towers | None  #: embed new entities; None if they are the caller's own and were not given to ``load``
+    shards: Shards  #: which rows this process holds
+    dim: int  #: size of the embeddings
+    hidden: tuple[tuple[int, ...], tuple[int, ...]]  #: widths of the hidden layers; empty for custom towers
+    normalize: bool  #: whether the towers bring the embeddings of a side to one length
+    omega: float  #: ω of the training
+    history: list[Record]  #: records of the training
+    reason: Reason  #: why it stopped
+    message: str  #: the same in words
+    best_metric: float | None  #: of the validation, or None
+    same_entities: bool = False  #: whether both sides are one set, where ``seen`` holds every entity with itself too
+    plain_pairs: bool = (
+        True  #: whether all labels were 1 and no pair had a weight: ``seen`` has all that was learned from
+    )
+    activation: str = defaults.ACTIVATION  #: of the hidden layers
+    l2: float | None = None  #: λ of the training; None if loaded from an older file; likewise the next two
+    embedding_l2: float | None = None  #: μ of the training
+    auto_weights: str | None = None  #: the weights of right entities that ``"auto"`` stands for
+    refine: bool = False  #: whether known entities of sides with only features were moved by their own pairs
+    path: Selection | None = None  #: the settings tried on held-out data, or None if ``select`` was off
+    names: tuple[str, str] = ("left", "right")  #: of the columns that the ids were read from, such as ("user", "item")
+    calibration: Calibration | None = None  #: from scores to probabilities, if ``calibrate`` fitted it
 
     def __str__(self) -> str:
         sides = (
@@ -242,8 +235,24 @@ class FittedModel:
         result = (P * here.right.embeddings[torch.from_numpy(columns)]).sum(1).numpy()
         return np.asarray(result if probability is None else probability(result), dtype=np.float32)
 
-    def calibrated(self, validation: PairsLike | None, method: str, population: str, seed: int) -> Self:
-        """The same model with probabilities, fitted to held-out pairs; see :meth:`gramtower.TwoTower.calibrate`."""
+    def calibrated(
+        self, validation: PairsLike | None = None, method: str = "auto", *, population: str = "all", seed: int = 0
+    ) -> Self:
+        """Fit the function from scores to probabilities, for ``scores="probability"``; the model's file keeps it.
+
+        A probability is that of a pair which the model has not seen to be among the held-out pairs. Over all pairs
+        that the model has not seen, probabilities sum to about the number of held-out pairs (docs/how-to/scores.md).
+        Another ``fit`` or ``update`` removes it.
+
+        Args:
+            validation: held-out pairs, as for ``test`` of :meth:`evaluate`; those that the model has learned from do
+                not count. None for the validation pairs of ``fit``, which have chosen when it stopped.
+            method: "platt", a logistic function of the score; "isotonic", any increasing function, which needs more
+                held-out pairs; or "auto", which is isotonic from 1,000 held-out pairs on.
+            population: the left entities whose pairs are counted: "all" that the model knows, or those with
+                "held-out" pairs, if the others could not have any.
+            seed: of a sample of left entities, which stands for all where there are more than a hundred million pairs.
+        """
         check.choice("method", method, calibrating.METHODS)
         counts = self._counted("validation", validation, population, seed)
         return replace(self, calibration=calibrating.calibrate(counts, method, population))
@@ -266,8 +275,7 @@ class FittedModel:
     def _counted(self, name: str, given: PairsLike | None, population: str, seed: int) -> Counts:
         """The scores of the pairs that were not seen, and of those that are held out."""
         check.choice("population", population, calibrating.POPULATIONS)
-        if not self.shards.single:
-            check.fail("model", f"one that {self.shards.group.size} processes share", "a loaded model, in one process")
+        self.need_whole()
         if given is None:
             pairs = _masked(self.further, np.arange(len(self.left)) < self.left.trained)
             if not pairs.nnz:
@@ -275,12 +283,8 @@ class FittedModel:
                 check.fail(name, "None, and the model has no validation pairs", expected)
         else:
             read = Columns(context=self.context_of(given)).read_pairs(name, given)
-            found = self.aligned(name, read)
-            refuse_strangers(name, found, self.ids)
-            if found.example is not None:
-                warn_of_pairs(name, found.total - found.pairs.nnz, found.total, found.example[0])
-            pairs = sp.csr_matrix(found.pairs.multiply(found.pairs > 0))
-            pairs.eliminate_zeros()
+            found = self.aligned(name, read).known_pairs(name, self.ids)
+            pairs = selected(found, found.data > 0)
         held_out = without(pattern_of(pairs), self.trained)
         seen = union(self.trained, without(self.further, held_out))
         if not held_out.nnz:
@@ -313,8 +317,8 @@ class FittedModel:
                 )
             history = None if histories is None else history_matrix(self.right, histories)
             this, features = (self.left, left_features) if new_left else (self.right, right_features)
-            rows = None if features is None else described(this, features).features()
-            return np.asarray(embedded(this, self.known_towers("embed new entities"), rows, history).numpy())
+            what = None if features is None else described(this, features)
+            return np.asarray(embedded(this, self.known_towers("embed new entities"), what, history).numpy())
         this = self.side(side)
         if ids is None:
             return np.asarray(this.embeddings.numpy().copy())
@@ -333,10 +337,7 @@ class FittedModel:
         left_features: FeaturesLike = None,
         right_features: FeaturesLike = None,
         histories: HistoriesLike | None = None,
-        left: Column | None = None,
-        right: Column | None = None,
-        value: Column | None = None,
-        threshold: float | None = None,
+        **columns: Unpack[PairColumns],
     ) -> Scores:
         """Ranking metrics on held-out pairs; see docs/metrics.md for the definitions.
 
@@ -364,14 +365,12 @@ class FittedModel:
             right_features: new right entities, ranked among the others, as for :meth:`recommend`.
             histories: of left entities, as for :meth:`recommend`, or Interactions such as those of
                 :func:`gramtower.data.splits.held_out_users`, or a table or file like ``test``; they count as seen.
-            left: of a table of test pairs, the column of left ids, by name or by position from 0.
-            right: the column of right ids.
-            value: the column of values; without ``threshold``, pairs with a value above 0 are relevant.
-            threshold: smallest value that makes a pair.
+            columns: ``left``, ``right``, ``value`` … of a table of test pairs, as for :meth:`gramtower.TwoTower.fit`.
+                Pairs with a value above 0, or of at least ``threshold``, are relevant.
         """
         exclude_seen = check.flag("exclude_seen", exclude_seen)
-        columns = Columns(left, right, value, threshold=threshold, context=self.context_of(test))
-        test = columns.read_pairs("test", test)
+        columns.setdefault("context", self.context_of(test))
+        test = Columns(**columns).read_pairs("test", test)
         histories = Columns().read_pairs("histories", histories) if is_table(histories) else histories
         here = self._grown("right", right_features)[0]._with_combinations(test)
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
@@ -465,8 +464,6 @@ class FittedModel:
         """
         check.count("k", k)
         _check_frame(as_frame, None if where is not None or boost is not None or at_most is not None else table)
-        exclude_seen = check.flag("exclude_seen", exclude_seen)
-        check.choice("candidates", candidates, CANDIDATES)
         new = left_features is not None or histories is not None
         if (left is None) != new:
             given = "None" if left is None else "ids, and features or histories"
@@ -478,8 +475,7 @@ class FittedModel:
         if new:
             what = None if left_features is None else described(self.left, left_features)
             seen = None if histories is None else history_matrix(here.right, histories)
-            towers, rows_given = self.known_towers("embed new entities"), None if what is None else what.features()
-            P = embedded(self.left, towers, rows_given, seen)
+            P = embedded(self.left, self.known_towers("embed new entities"), what, seen)
             asked = list(range(len(P))) if what is None else what.names()
             seen = here.seen_by_described(what, seen)
         elif asked_in is not None:
@@ -489,17 +485,14 @@ class FittedModel:
             names = check.ids("left", left)
             asked, rows = names, self.left.rows(names)
             P, seen = self.left.embeddings[torch.from_numpy(rows)], here.seen[rows]
-        left_out = [seen] if exclude_seen and seen is not None else []
 
         def paired(name: str, given: PairsLike) -> sp.csr_matrix:
             if new:
                 return here._paired_of_new(name, given, what, len(P))
             return here._paired(name, given, of_users=asked_in is not None)[rows]
 
-        if exclude is not None:
-            left_out.append(paired("exclude", exclude))
         made = here._ranking(
-            P, left_out, allow, deny, candidates, paired, table,
+            P, seen, paired, exclude_seen, exclude, allow, deny, candidates, table,
             where=where, boost=boost, popularity=popularity, diversity=diversity, at_most=at_most, min_score=min_score,
             scores=scores,
         )  # fmt: skip
@@ -512,23 +505,11 @@ class FittedModel:
         path: str | Path,
         k: int = 10,
         *,
-        exclude_seen: bool = True,
-        exclude: PairsLike | None = None,
-        allow: IdsLike | PairsLike | None = None,
-        deny: IdsLike | None = None,
-        candidates: str = "all",
-        where: str | Mapping[str, object] | None = None,
-        boost: Boost | None = None,
-        popularity: float = 0.0,
-        diversity: float = 0.0,
-        at_most: Mapping[str, int] | None = None,
-        min_score: float | None = None,
-        scores: str = "raw",
-        table: FeatureTable | TableLike | str | Path | None = None,
         right_features: FeaturesLike = None,
         device: str = "auto",
         fresh: bool = False,
         progress: Callable[[int, int], object] | None = None,
+        **rules: Unpack[ListRules],
     ) -> int:
         """Write the lists of all left entities, those of :meth:`recommend`, to a table, in bounded memory.
 
@@ -539,23 +520,12 @@ class FittedModel:
         Args:
             path: the table or its URL: .parquet, .csv or .tsv. Needs polars: ``pip install "gramtower[io]"``.
             k: how many for each.
-            exclude_seen: leave out what the left entity has seen.
-            exclude: further pairs to leave out.
-            allow: only these right ids, or pairs of which each left entity chooses among its own.
-            deny: never these right ids.
-            candidates: "all" or "trained".
-            where: a filter by columns of ``table``; this and the next seven are described at :meth:`recommend`.
-            boost: numbers that are added to scores.
-            popularity: the exponent of popularity.
-            diversity: from 0 to 1.
-            at_most: the most entities of a list that share a value of a column.
-            min_score: leave out lower scores.
-            scores: "raw", "probability" or "percentile".
-            table: a table of right entities for ``where``, ``boost`` and ``at_most``.
             right_features: new right entities to be ranked among the others: a table with the column of ids.
             device: where scores are made: "auto", "cpu" or "cuda".
             fresh: begin again where an earlier call left parts, also those of other lists.
             progress: called with the number of lists that are written and of all, after each part.
+            rules: those of :meth:`recommend`: ``exclude_seen``, ``exclude``, ``allow``, ``deny``, ``candidates``,
+                ``table``, ``where``, ``boost``, ``popularity``, ``diversity``, ``at_most``, ``min_score``, ``scores``.
 
         Returns:
             The number of answers that this call wrote; those of parts that were there are not among them.
@@ -567,30 +537,15 @@ class FittedModel:
         if progress is not None and not callable(progress):
             check.fail("progress", repr(progress), "a function of two numbers, or None")
         on, path = pick_device(device), check.path("path", path)
-        here, made = self.ranked(
-            exclude_seen, exclude, allow, deny, candidates, table, right_features, where=where, boost=boost,
-            popularity=popularity, diversity=diversity, at_most=at_most, min_score=min_score, scores=scores,
-        )  # fmt: skip
+        here, made = self.ranked(right_features, **rules)
         most, names = min(k, len(here.right)), self.list_columns
         return write_lists(here.ids, here.shape, made, path, most, on, fresh, progress, names)
 
-    def ranked(
-        self, exclude_seen: bool = True, exclude: PairsLike | None = None, allow: IdsLike | PairsLike | None = None,
-        deny: IdsLike | None = None, candidates: str = "all",
-        table: FeatureTable | TableLike | str | Path | None = None, right_features: FeaturesLike = None, **rules: Any,
-    ) -> tuple[FittedModel, Ranking]:  # fmt: skip
+    def ranked(self, right_features: FeaturesLike = None, **rules: Unpack[ListRules]) -> tuple[FittedModel, Ranking]:
         """The ranking of all left entities, and the model with the right entities of ``right_features``."""
-        exclude_seen = check.flag("exclude_seen", exclude_seen)
-        check.choice("candidates", candidates, CANDIDATES)
         here = self._grown("right", right_features)[0]
-        left_out = [here.seen] if exclude_seen else []
-        left_out += [] if exclude is None else [here._paired("exclude", exclude)]
-        made = here._ranking(
-            here.left.embeddings, left_out, allow, deny, candidates, here._paired, table, **rules
-        )  # fmt: skip
-        if not here.shards.single:
-            check.fail("model", f"one that {here.shards.group.size} processes share", "a loaded model, in one process")
-        return here, made
+        here.need_whole()
+        return here, here._ranking(here.left.embeddings, here.seen, here._paired, **rules)
 
     def similar(
         self,
@@ -638,17 +593,15 @@ class FittedModel:
             given = f"{bad!r}, which has no pair in the training data and no features"
             check.fail(f"{side} ids", given, "entities with a pair: nothing says what others are like")
         unit = normalised(this.embeddings)
-        own = sp.csr_matrix((np.ones(len(rows)), (np.arange(len(rows)), rows)), shape=(len(rows), len(this)))
         found, scores = top_k(
             unit[torch.from_numpy(rows)], unit, min(check.count("k", k), len(this)),
-            exclude=own, deny=np.flatnonzero(~directed),
+            exclude=selection(rows, len(this)), deny=np.flatnonzero(~directed),
         )  # fmt: skip
-        names, asked = this.names(found), self.list_columns[side == "right"]
-        return (
-            _framed(this.names(rows).tolist(), names, scores, (asked, "similar"), table)
-            if as_frame
-            else (names, scores)
-        )
+        names = this.names(found)
+        if as_frame:
+            heads = self.list_columns[side == "right"], "similar"
+            return _framed(this.names(rows).tolist(), names, scores, heads, table)
+        return names, scores
 
     @cached_property
     def seen(self) -> sp.csr_matrix:
@@ -691,7 +644,8 @@ class FittedModel:
         if context is None and all(name in self.left.index for name in names):
             return None
         places = known.rows(names)
-        return places, embedded(self.left, self.known_towers("embed"), known.features(places, context), None)
+        what = described(self.left, known.features(places, context))
+        return places, embedded(self.left, self.known_towers("embed"), what, None)
 
     def _with_combinations(self, test: FitPairs) -> Self:
         """The model with the unseen combinations of known users that test pairs have."""
@@ -757,7 +711,7 @@ class FittedModel:
         left_ids: IdsLike | None = None,
         right_ids: IdsLike | None = None,
     ) -> Self:
-        """The same model with new entities, which it keeps, saves and answers about like those of training.
+        """Keep new entities in the model and in its file; it answers about them like those of training.
 
         Their embeddings come from the towers; a vector of their own they have only after another ``fit``.
 
@@ -800,14 +754,22 @@ class FittedModel:
         """The model with entities that features or histories describe, and their rows there."""
         if features is None and history is None:
             return self, np.empty(0, dtype=np.int64)
-        if not self.shards.single:
-            check.fail(f"{side}_features", f"features in {self.shards.group.size} processes", "a loaded model, in one")
+        self.need_whole()
         towers = self.known_towers("embed new entities")
         grown, places = extended(self.side(side), towers, features, history, ids, kept)
-        shape = (len(grown), len(self.right)) if side == "left" else (len(self.left), len(grown))
-        pairs = {"trained": resized(self.trained, shape), "further": resized(self.further, shape)}
-        left, right = (grown, self.right) if side == "left" else (self.left, grown)
-        return replace(self, left=left, right=right, **pairs), places
+        return self.with_side(grown), places
+
+    def with_side(self, grown: Side) -> Self:
+        """The model with more entities of a side, which have no pairs."""
+        left, right = (grown, self.right) if grown.name == "left" else (self.left, grown)
+        pairs = (resized(matrix, (len(left), len(right))) for matrix in (self.trained, self.further))
+        trained, further = pairs
+        return replace(self, left=left, right=right, trained=trained, further=further)
+
+    def need_whole(self) -> None:
+        """Refuse a model of which each of several processes holds a part."""
+        if not self.shards.single:
+            check.fail("model", f"one that {self.shards.group.size} processes share", "a loaded model, in one process")
 
     def known_towers(self, purpose: str) -> Towers:
         """The towers; refused if the model was loaded without them, with the purpose they are needed for."""
@@ -855,11 +817,18 @@ class FittedModel:
         return sp.csr_matrix(selection(what.rows_in(index_of(its[0])), len(its[0])) @ found.pairs)
 
     def _ranking(
-        self, P: Tensor, left_out: list[sp.csr_matrix], allow: IdsLike | PairsLike | None, deny: IdsLike | None,
-        candidates: str, paired: Callable[[str, PairsLike], sp.csr_matrix],
-        table: FeatureTable | TableLike | str | Path | None, **rules: Any,
+        self, P: Tensor, seen: sp.csr_matrix | None, paired: Callable[[str, PairsLike], sp.csr_matrix],
+        exclude_seen: bool = True, exclude: PairsLike | None = None, allow: IdsLike | PairsLike | None = None,
+        deny: IdsLike | None = None, candidates: str = "all",
+        table: FeatureTable | TableLike | str | Path | None = None, **rules: Any,
     ) -> Ranking:  # fmt: skip
-        """The ranking of :meth:`recommend`; "trained" denies entities that were added, unknown ids are a warning."""
+        """The ranking of :meth:`recommend`; "trained" denies entities that were added, unknown ids are a warning.
+
+        ``seen`` and ``paired(argument, pairs)`` are in the rows of P.
+        """
+        check.choice("candidates", candidates, CANDIDATES)
+        left_out = [seen] if check.flag("exclude_seen", exclude_seen) and seen is not None else []
+        left_out += [] if exclude is None else [paired("exclude", exclude)]
         right, allowed, own = self.right, None, None
         if isinstance(allow, Interactions) or is_sparse(allow) or (is_table(allow) and not isinstance(allow, str)):
             own = pattern_of(paired("allow", allow))
@@ -886,8 +855,7 @@ class FittedModel:
     @cached_property
     def popularity(self) -> NDArray[np.int64]:
         """The number of training pairs of each right entity."""
-        if not self.shards.single:
-            check.fail("popularity", "several processes", "a loaded model, in one process")
+        self.need_whole()
         return np.bincount(self.trained.indices, minlength=len(self.right))
 
     def seen_by_described(
@@ -953,7 +921,7 @@ def of_described(
     if what is not None and what.ids is None:
         rows = _by_place("left_features", what.count, shape[0])
     elif what is not None:
-        rows = join(names, what.places("left_features"))
+        rows = join(names, what.places())
     history, new = None, rows >= 0
     if histories is not None:
         history, shown = _histories(known, histories, names, numbered)
@@ -963,9 +931,8 @@ def of_described(
     P = torch.zeros(shape[0], known.left.embeddings.shape[1], dtype=known.left.embeddings.dtype)
     P[torch.from_numpy(old >= 0)] = known.left.embeddings[torch.from_numpy(old[old >= 0])]
     if new.any():
-        taken = None if what is None else what.take("left_features", rows[new])
-        of_new = None if history is None else sp.csr_matrix(history[new])
-        P[torch.from_numpy(new)] = embedded(known.left, known.known_towers("embed new entities"), taken, of_new).to(P)
+        of_new, towers = None if history is None else sp.csr_matrix(history[new]), known.known_towers("embed")
+        P[torch.from_numpy(new)] = embedded(known.left, towers, what, of_new, rows[new]).to(P)
     found = align("test", test, ids, shape, numbered, trained)
     there = new | (old >= 0)
     if found.example is None and (strange := ~there & (np.diff(found.pairs.indptr) > 0)).any():
@@ -1041,9 +1008,8 @@ def _known_rows(known: FittedModel, ids: IdArray, numbered: int | None) -> NDArr
 
 
 def _masked(matrix: sp.csr_matrix, rows: NDArray[np.bool_]) -> sp.csr_matrix:
-    kept = np.repeat(rows, np.diff(matrix.indptr))
-    offsets = np.concatenate([[0], np.cumsum(np.where(rows, np.diff(matrix.indptr), 0))])
-    return sp.csr_matrix((matrix.data[kept], matrix.indices[kept], offsets), shape=matrix.shape)
+    """A matrix without the entries of some rows."""
+    return selected(matrix, np.repeat(rows, np.diff(matrix.indptr)))
 
 
 def _hint(known: FittedModel, found: Aligned, kept: int, ranking: _Evaluation) -> str:
@@ -1080,7 +1046,7 @@ def _framed(
 def selection(rows: NDArray[np.int64], size: int) -> sp.csr_matrix:
     """A matrix whose product with ``size`` rows picks ``rows`` of them; −1 gives an empty row."""
     there = np.flatnonzero(rows >= 0)
-    return sp.csr_matrix((np.ones(len(there), np.float32), (there, rows[there])), shape=(len(rows), size))
+    return ones_at(there, rows[there], (len(rows), size))
 
 
 def pattern_of(matrix: sp.csr_matrix | None, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
@@ -1151,7 +1117,7 @@ def _marks(ids: Ids, ranking: Ranking) -> dict[str, str | None]:
 
 
 def _digest(*arrays: NDArray[np.generic] | None) -> str | None:
-    """A digest of arrays; None of nothing."""
+    """A digest of arrays; None if one is None."""
     made = blake2b(digest_size=8)
     for array in arrays:
         if array is None:

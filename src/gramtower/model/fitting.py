@@ -14,6 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import scipy.sparse as sp
 
 from gramtower._util import checks as check
@@ -44,11 +45,12 @@ from gramtower.model.fit_parts import (
     refined,
     refuse_increment,
     start_from_outputs,
+    stored_features,
 )
 from gramtower.model.fitted import CANDIDATES, FittedModel, Selection, pattern_of
 from gramtower.model.penalty_path import HOLDS, KEPT, HeldOut, select
 from gramtower.model.settings import ModelSettings
-from gramtower.model.side import Side, described
+from gramtower.model.side import Side, appended
 from gramtower.model.unseen import Unseen, hold_out_entities, move_expected_ids, with_feature_columns
 from gramtower.optim.solvers import as_solver
 from gramtower.training.callbacks import Callback
@@ -278,48 +280,39 @@ def _refuse_non_finite(problem: Problem, point: Point, result: Result) -> None:
 
 
 def update(
-    settings: ModelSettings, fitted: FittedModel, more: FitPairs, left_features: FeaturesLike = None,
-    right_features: FeaturesLike = None, iterations: int = ITERATIONS, callbacks: Iterable[Callback] = (),
+    settings: ModelSettings, fitted: FittedModel, more: FitPairs, given_features: Both = (None, None),
+    iterations: int = ITERATIONS, callbacks: Iterable[Callback] = (),
 ) -> FittedModel:  # fmt: skip
     """A model of all that a fitted one knows and of more pairs; see TwoTower.update."""
     settings = settings.with_changes(max_iterations=check.count("iterations", iterations, minimum=0))
-    left_features, right_features = joined_features((left_features, right_features), more, fitted)
-    contextual = fitted.combinations is not None and left_features is None  # their table comes from the pairs
-    left = None if contextual else described_features(fitted.left, left_features)
-    features = left, described_features(fitted.right, right_features)
-    kept = [
-        side.added > 0 and GivenFeatures(side.name, given).only_tables
-        for side, given in zip(fitted.sides, features, strict=True)
-    ]
+    kept = [side.added > 0 and side.inputs.only_tables for side in fitted.sides]
     pairs = grown_pairs(fitted, more, (kept[0], kept[1]))
+    stored = [side.inputs.stores_rows for side in fitted.sides]
+    left, right = (None if stores else given for stores, given in zip(stored, given_features, strict=True))
+    read, names = joined_features((left, right), more, fitted), _names(more, fitted)
+    left, right = (
+        stored_features(side, given, name, pairs) if stores else described_features(side, table)
+        for side, given, name, stores, table in zip(fitted.sides, given_features, names, stored, read, strict=True)
+    )
+    features = left, right
     if settings.factors is not None and [len(factor) for factor in settings.factors] != [*pairs.shape]:
         shown = " and ".join(f"{len(factor):,}" for factor in settings.factors)
         expected = f"{pairs.shape[0]:,} and {pairs.shape[1]:,} rows, of all entities, old and new: "
         check.fail("imputed", f"{shown} rows", expected + "model.set_params(imputed=(P̃, Q̃)) before update")
     found = fit(settings, pairs, *features, previous=fitted, callbacks=callbacks)
     for before, given, there in zip(fitted.sides, features, kept, strict=True):
-        found = _with_kept(found, before, GivenFeatures(before.name, given).tables()) if there else found
+        found = _with_kept(found, before, GivenFeatures(before.name, given)) if there else found
     return found
 
 
-def _with_kept(found: FittedModel, before: Side, tables: FeaturesLike) -> FittedModel:
+def _with_kept(found: FittedModel, before: Side, given: GivenFeatures) -> FittedModel:
     """A model with the entities that were added to a side before and still have no pairs, as tables describe them."""
     this = found.side(before.name)
     assert before.ids is not None
     assert this.ids is not None
     added = before.ids[before.trained :]
-    wanted, name = added[join(added, index_of(this.ids)) < 0], f"{before.name}_features"
+    wanted = np.flatnonzero(join(added, index_of(this.ids)) < 0)
     if not len(wanted):
         return found
-    what = described(this, tables)
-    rows = what.take(name, join(wanted, what.places(name)))  # without a row there: every column is missing
-    frames = rows if isinstance(rows, list) else [rows]
-    frames = [
-        frame.drop(part.table.id) if part.table is not None and part.table.id in frame.columns else frame
-        for part, frame in zip(this.inputs.given, frames, strict=True)
-    ]
-    given: dict[str, Any] = {
-        f"{before.name}_features": frames if len(frames) > 1 else frames[0],
-        f"{before.name}_ids": wanted,
-    }
-    return found.with_added(**given)
+    rows, ids = given.encode(added, wanted), np.concatenate([this.ids, added[wanted]])
+    return found.with_side(appended(this, found.known_towers("embed"), ids, rows, len(wanted)))

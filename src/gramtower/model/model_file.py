@@ -10,6 +10,7 @@
     left_weights, …           weights that were given as arrays
     imputed_left, …           P̃ and Q̃ of low-rank imputed labels
     scale|SIDE|PART|…         numbers by which features are scaled
+    rows|SIDE|PART|…          rows of features, where the model keeps them
 
 One process writes one file, several one each (distributed/shard_files.py); either is read by one process. Every tensor
 has checksums. All of it is checked against :class:`Header` before anything is allocated: what is read is a valid model,
@@ -47,7 +48,7 @@ from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.model import defaults
 from gramtower.model.calibration import Calibration
-from gramtower.model.feature_spec import FeatureSpec, IdArray, TowerWidths
+from gramtower.model.feature_spec import FLOATS, FeatureSpec, IdArray, TensorShape, TowerWidths
 from gramtower.model.fitted import FittedModel, Selection, pattern_of
 from gramtower.model.settings import REQUIRED, SETTINGS, ModelSettings
 from gramtower.model.side import Side
@@ -56,14 +57,17 @@ from gramtower.training.result import Reason, Record
 KIND = ("gramtower-model", 7)
 _ARRAYS = ("left_weights", "right_weights")
 _FACTORS = ("imputed_left", "imputed_right")
-_PARAMS = {name: kind for name, kind in typing.get_type_hints(ModelSettings).items() if SETTINGS[name].saved}
+_PARAMS: dict[str, Any] = {
+    name: str | None if name in _ARRAYS else kind  # arrays are tensors
+    for name, kind in typing.get_type_hints(ModelSettings).items()
+    if SETTINGS[name].saved
+}
 _LATER = {name: one.before for name, one in SETTINGS.items() if one.before is not REQUIRED}  # missing in older files
 _SHARED = (
     "dim", "normalize", "omega", "message", "best_metric", "same_entities", "plain_pairs", "l2", "embedding_l2",
     "auto_weights", "refine",
 )  # fields of the header that are those of the model  # fmt: skip
-_FLOATS, _LIMIT = (torch.float32, torch.float64), 2**31
-_Shape = tuple[int | None, ...]  # None for a length that the content says
+_LIMIT = 2**31
 
 
 @dataclass(kw_only=True)
@@ -139,7 +143,8 @@ def read_model(
             if not mapped:  # what is read is mapped until it is copied; towers copy their parameters themselves
                 tensors |= {name: one.clone() for name, one in tensors.items() if not name.startswith("parameters|")}
             ids = {side: _ids(side, tensors) for side in ("left", "right")}
-            inputs = {side: inputs[side].with_tensors(side, tensors) for side in inputs}
+            sizes = zip(inputs.items(), header.shape, strict=True)
+            inputs = {side: one.with_tensors(side, tensors, count) for (side, one), count in sizes}
             inputs["left"] = inputs["left"].with_usual_history(pairs[0])
         file.close()
         if (bad := _non_finite(tensors)) is not None:
@@ -247,9 +252,6 @@ def _checked_header(file: shards_file.Reader) -> Header:
             check.fail("params", f"{'no ' * (name in _PARAMS)}{name[:40]!r}", "the arguments of TwoTower")
         if name not in given and not fits(_PARAMS[name], header.params[name]):
             check.fail(f"params.{name}", f"{header.params[name]!r}"[:60], f"{_PARAMS[name]}")
-    for name in set(_ARRAYS) - given:
-        if not fits(str | None, header.params[name]):
-            check.fail(f"params.{name}", type(header.params[name]).__name__, "text, nothing or a tensor")
     for name, value in (("params.activation", header.params["activation"]), ("activation", header.activation)):
         if value is not None:
             make_activation(name, value)
@@ -283,7 +285,7 @@ def _checked_header(file: shards_file.Reader) -> Header:
 def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, FeatureSpec]) -> None:
     """Refuse missing and further tensors, and those of another shape or type than the header asks for."""
     m, n = header.shape
-    expected: dict[str, tuple[_Shape, tuple[torch.dtype, ...]]] = {
+    expected: dict[str, TensorShape] = {
         f"{name}_{what}": ((length,), (kind,))
         for name in ("seen", "further")
         for what, length, kind in (("counts", m, torch.int64), ("columns", None, torch.int32))
@@ -293,7 +295,7 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, F
         if added and inputs[side].kind == "id":
             check.fail("added", f"{added} {side} entities known only by id", "entities with features")
         if not _is_table(header, side, inputs[side]):
-            expected[side] = ((rows, header.dim), _FLOATS)
+            expected[side] = ((rows, header.dim), FLOATS)
         if not header.own_towers:
             hidden = header.hidden[int(side == "right")]
             shapes = mlp_shapes(side, inputs[side].width, hidden, header.dim, header.normalize)
@@ -302,15 +304,15 @@ def _check_tensors(file: shards_file.Reader, header: Header, inputs: dict[str, F
             expected[f"{side}_numbers"] = ((rows,), (torch.int64,))
         elif f"{side}_text" in file.shapes:
             expected |= {f"{side}_text": ((None,), (torch.uint8,)), f"{side}_lengths": ((rows,), (torch.int64,))}
-        expected |= {name: ((width,), (torch.float64,)) for name, width in inputs[side].tensor_widths(side).items()}
+        expected |= inputs[side].tensor_shapes(side)
         if f"{side}_weights" in file.shapes:
-            expected[f"{side}_weights"] = ((rows - added,), _FLOATS)
+            expected[f"{side}_weights"] = ((rows - added,), FLOATS)
         if stored := [file.shapes[name] for name in _FACTORS if name in file.shapes]:
             rank = (stored[0][1] or 1) if len(stored[0]) == 2 else None
-            expected[f"imputed_{side}"] = ((rows - added, rank), _FLOATS)
+            expected[f"imputed_{side}"] = ((rows - added, rank), FLOATS)
     for name, shape in file.shapes.items():
         if header.own_towers and name.startswith("parameters|"):
-            expected[name] = (shape, _FLOATS)
+            expected[name] = (shape, FLOATS)
     for name in expected.keys() | file.shapes.keys():
         if name not in expected or name not in file.shapes:
             check.fail("tensors", f"{'no ' if name in expected else ''}{name[:60]!r}", f"{', '.join(expected)[:200]}")

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import wraps
+from textwrap import TextWrapper
 from typing import Any, Literal, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -157,6 +158,8 @@ class ModelSettings:
         pair_precision: Precision of embeddings gathered for each pair on a GPU: float32 or bfloat16.
         scale_features: Bring features to a common scale. The scale is learned from the training data and kept in the
             model (model/feature_spec.py); False uses features unchanged.
+        store_features: Store the encoded rows of feature tables and matrices in the model. ``update`` then needs only
+            the rows of new and changed entities; the model and its file grow by the size of the rows.
         verbose: Print one line for each iteration on standard error.
     """
 
@@ -231,6 +234,7 @@ class ModelSettings:
     precision: str = _setting("auto", "train")
     pair_precision: str = _setting("float32", "train")
     scale_features: bool = _setting(True, "model", shown="yes")
+    store_features: bool = _setting(False, "model", before=False)
     verbose: bool = _setting(False)
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
@@ -255,14 +259,9 @@ class ModelSettings:
             for k, v in sorted(self.get_params().items())
             if v is not given[k].default and (type(v) is not type(given[k].default) or v != given[k].default)
         ]
-        head = f"{type(self).__name__}("
-        lines = [head]
-        for place, one in enumerate(changed):
-            text = one + (", " if place < len(changed) - 1 else ")")
-            if len(lines[-1]) + len(text.rstrip()) > _LINE and lines[-1].strip() != head:
-                lines.append(" " * len(head))
-            lines[-1] += text
-        return "\n".join(line.rstrip() for line in lines) + ("" if changed else ")")
+        head, unbroken = f"{type(self).__name__}(", (one.replace(" ", "\xa0") for one in changed)
+        wrap = TextWrapper(_LINE, subsequent_indent=" " * len(head), break_long_words=False, break_on_hyphens=False)
+        return wrap.fill(f"{head}{', '.join(unbroken)})").replace("\xa0", " ")
 
     def with_changes(self, **changes: Any) -> ModelSettings:
         """Copy these settings, without a fitted model, with some of them changed."""

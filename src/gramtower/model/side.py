@@ -8,7 +8,7 @@ place. In a model whose rows are numbers they get the next numbers, otherwise th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,10 +38,10 @@ from gramtower.data.ids import (
 )
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix, canonical, resized, warn_of_ids
-from gramtower.data.pairs import as_features
+from gramtower.data.pairs import MatrixLike, as_features
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.engine.towers.towers import Towers
-from gramtower.model.feature_spec import FeatureSpec, IdArray, is_sparse, new_matrix, read_table
+from gramtower.model.feature_spec import FeatureSpec, IdArray, Matrix, is_sparse, new_matrix, read_table
 
 Name: TypeAlias = Key | tuple[str, int]  # an id, or ("new", 0), ("new", 1), … of entities that have none
 HistoriesLike: TypeAlias = (
@@ -160,15 +160,12 @@ def listed_histories(columns: list[NDArray[np.int64]], width: int) -> sp.csr_mat
 class Described:
     """Rows that describe entities of a side."""
 
-    # for each part of the side's inputs that the caller gives, a polars frame or a matrix, row by row alike
+    side: Side
+    # for each part of the side's inputs that the caller gives, a polars frame, a matrix or None, row by row alike
     parts: list[Any]
     ids: IdArray | None  # of the rows, or None if nothing has any
     missing: NDArray[np.bool_] | None  # rows without an id; None if there are none
     count: int  # how many rows
-
-    def features(self) -> FeaturesLike:
-        """Return the parts as FeatureSpec.new takes them."""
-        return self.parts if len(self.parts) > 1 else self.parts[0]
 
     def names(self) -> list[Any]:
         """The ids of the rows, None where there is none; their numbers where nothing has ids."""
@@ -177,14 +174,15 @@ class Described:
         missing = np.zeros(self.count, dtype=bool) if self.missing is None else self.missing
         return [None if absent else key for absent, key in zip(missing, self.ids.tolist(), strict=True)]
 
-    def places(self, name: str) -> dict[Key, int]:
+    def places(self) -> dict[Key, int]:
+        """The row of each id; an id in two rows is refused."""
         assert self.ids is not None
         rows = np.arange(self.count) if self.missing is None else np.flatnonzero(~self.missing)
         keys = self.ids[rows].tolist()
         found = dict(zip(keys, rows.tolist(), strict=True))
         if len(found) < len(keys):
             twice = next(key for key, count in Counter(keys).items() if count > 1)
-            check.fail(name, f"id {twice!r} in several rows", "each id in one row")
+            check.fail(f"{self.side.name}_features", f"id {twice!r} in several rows", "each id in one row")
         return found
 
     def rows_in(self, index: Mapping[Key, int]) -> NDArray[np.int64]:
@@ -194,19 +192,33 @@ class Described:
         found = join(self.ids, index)
         return found if self.missing is None else np.where(self.missing, -1, found)
 
-    def take(self, name: str, rows: NDArray[np.int64]) -> FeaturesLike:
-        """Return some rows, as FeatureSpec.new takes them; every column is missing in a row of −1."""
-        made = [_taken(name, part, rows) for part in self.parts]
-        return made if len(made) > 1 else made[0]
+    def encoded(self, rows: NDArray[np.int64]) -> list[Matrix | None]:
+        """Some rows in each part, not scaled; every column of a table is missing in a row of −1."""
+        name, found = f"{self.side.name}_features", list[Matrix | None]()
+        for part, given in zip(self.side.inputs.given, self.parts, strict=True):
+            if given is None:
+                found.append(None)
+            elif part.table is not None:
+                found.append(part.table.encode_frame(_gathered(given, rows), name))
+            elif (rows < 0).any():
+                check.fail(name, "no row for some entity", "a row of the matrix for each one")
+            else:
+                found.append(sp.csr_matrix(given)[rows] if sp.issparse(given) else given[rows])
+        return found
+
+
+def _gathered(frame: Any, rows: NDArray[np.int64]) -> Any:
+    """Some rows of a polars frame; a row of −1 is one of missing values."""
+    pl = frames.polars()
+    return frame.select(pl.all().gather(pl.Series(rows, dtype=pl.Int64).replace(-1, None)))
 
 
 def described(side: Side, features: FeaturesLike) -> Described:
     """What was given for entities of a side; tables among several parts are joined by id, matrices by place."""
     name = f"{side.name}_features"
-    listed = side.inputs.listed(side.name, features)
     parts: list[Any] = []
     found: list[tuple[IdArray, NDArray[np.bool_] | None] | None] = []
-    for part, rows in zip(side.inputs.given, listed, strict=True):
+    for part, rows in zip(side.inputs.given, side.inputs.listed(side.name, features), strict=True):
         if rows is None or part.table is None:
             parts.append(None if rows is None else new_matrix(name, part, rows))
             found.append(None)
@@ -222,18 +234,43 @@ def described(side: Side, features: FeaturesLike) -> Described:
     ids, missing = (None, None) if first is None else found[first] or (None, None)
     for place, other in enumerate(found):
         if other is not None and place != first and ids is not None:
-            there = Described([parts[place]], *other, len(parts[place]))
-            parts[place] = there.take(name, Described([], ids, missing, len(ids)).rows_in(there.places(name)))
+            there = Described(side, [], *other, len(parts[place])).places()
+            parts[place] = _gathered(parts[place], Described(side, [], ids, missing, len(ids)).rows_in(there))
     counts = sorted({int(part.shape[0]) for part in parts if part is not None})
     if len(counts) > 1:
         check.fail(name, f"{' and '.join(map(str, counts))} rows", "as many rows in each")
-    return Described(parts, ids, missing, counts[0])
+    return Described(side, parts, ids, missing, counts[0])
 
 
-def embedded(side: Side, towers: Towers, features: FeaturesLike, history: sp.csr_matrix | None) -> Tensor:
+def new_rows(
+    side: Side, what: Described | None, history: sp.csr_matrix | None, rows: NDArray[np.int64] | None = None
+) -> tuple[list[Matrix | None], int]:
+    """The rows of new entities in each given part, not scaled, and how many there are; ``rows`` are some of them."""
+    if history is not None and not side.inputs.has_history:
+        check.fail("histories", "lists of ids", 'a model fitted with left_features="history"')
+    if what is None:
+        assert history is not None
+        return [None] * len(side.inputs.given), history.shape[0]
+    rows = np.arange(what.count) if rows is None else rows
+    if history is not None and history.shape[0] != len(rows):
+        check.fail(f"{side.name}_features, histories", f"{len(rows)} and {history.shape[0]} rows", "as many in each")
+    return what.encoded(rows), len(rows)
+
+
+def new_features(
+    side: Side, what: Described | None, history: sp.csr_matrix | None, rows: NDArray[np.int64] | None = None
+) -> Matrix:
+    """What the tower sees of new entities: of all that are described, or of some rows of them."""
+    return side.inputs.encoded(side.name, *new_rows(side, what, history, rows), history)
+
+
+def embedded(
+    side: Side, towers: Towers, what: Described | None, history: sp.csr_matrix | None,
+    rows: NDArray[np.int64] | None = None,
+) -> Tensor:  # fmt: skip
     """New entities through their tower."""
-    rows = side.inputs.new(side.name, features, history)
-    return towers.embed(side.name, as_features(side.name, rows, rows.shape[0])).cpu()
+    features = new_features(side, what, history, rows)
+    return towers.embed(side.name, as_features(side.name, features, features.shape[0])).cpu()
 
 
 def extended(
@@ -244,15 +281,19 @@ def extended(
     name = f"{side.name}_features"
     what = None if features is None else described(side, features)
     count = what.count if what is not None else 0 if history is None else history.shape[0]
-    names = what.ids if what is not None else None
     if ids is not None:
-        if names is not None:
+        if what is not None and what.ids is not None:
             check.fail(f"{side.name}_ids", "ids", f"none: {name} has a column of ids")
         names = as_ids(f"{side.name}_ids", check.listed(f"{side.name}_ids", ids))
         if len(names) != count:
             check.fail(f"{side.name}_ids", f"{len(names)} ids", f"{count}, one for each row")
-    if names is None and kept and side.ids is not None:
+        index = {key: row for row, key in enumerate(names.tolist())}
+    elif what is not None and what.ids is not None:
+        names, index = what.ids, what.places()
+    elif kept and side.ids is not None:
         check.fail(name, "rows without ids", f"a table with a column of ids, or {side.name}_ids")
+    else:
+        names, index = None, {}
     if names is None:
         rows = np.arange(count)
         places = len(side) + rows
@@ -260,30 +301,37 @@ def extended(
         if side.ids is not None:
             all_ids = as_objects([*side.ids.tolist(), *(("new", i) for i in range(count))])
     else:
-        rows, places, all_ids = _joined(side, name, what, names)
-    taken = None if what is None else what.take(name, rows)
+        rows, places, all_ids = _joined(side, name, names, index)
     shown = None if history is None else sp.csr_matrix(history[rows])
-    new = embedded(side, towers, taken, shown).to(side.embeddings.dtype)
-    grown = replace(side, ids=all_ids, embeddings=torch.cat([side.embeddings, new]), added=side.added + len(rows))
-    return grown, places
+    given, count = new_rows(side, what, shown, rows)
+    return appended(side, towers, all_ids, given, count, shown), places
+
+
+def appended(
+    side: Side, towers: Towers, ids: IdArray | None, given: Sequence[MatrixLike | None], count: int,
+    history: sp.csr_matrix | None = None,
+) -> Side:  # fmt: skip
+    """A side with ``count`` more entities, by their rows in each given part, not scaled; ``ids`` are those of all."""
+    rows = side.inputs.encoded(side.name, given, count, history)
+    new = towers.embed(side.name, as_features(side.name, rows, count)).cpu().to(side.embeddings.dtype)
+    return replace(
+        side, ids=ids, embeddings=torch.cat([side.embeddings, new]), added=side.added + count,
+        inputs=side.inputs.with_more_rows(len(side), given),
+    )  # fmt: skip
 
 
 def _joined(
-    side: Side, name: str, what: Described | None, names: IdArray
+    side: Side, name: str, names: IdArray, index: Mapping[Key, int]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], IdArray]:
     """The rows of unknown ids, the place of every row in the grown side (−1 without an id), and all its ids."""
     known = np.arange(len(side)) if side.ids is None else side.ids
-    own = what is not None and what.ids is not None
-    index = what.places(name) if own and what is not None else {key: row for row, key in enumerate(names.tolist())}
     keys = np.array(list(index), dtype=names.dtype) if names.dtype != object else as_objects(list(index))
     rows = np.fromiter(index.values(), dtype=np.int64, count=len(index))
     found = join(keys, index_of(known))
     fresh = found < 0
-    more = _alike(name, keys[fresh], known)
     places = np.full(len(names), -1, dtype=np.int64)
-    places[rows[~fresh]] = found[~fresh]
-    places[rows[fresh]] = len(side) + np.arange(int(fresh.sum()))
-    return rows[fresh], places, np.concatenate([known, more])
+    places[rows] = np.where(fresh, len(side) + np.cumsum(fresh) - 1, found)
+    return rows[fresh], places, np.concatenate([known, _alike(name, keys[fresh], known)])
 
 
 def _alike(name: str, new: IdArray, known: IdArray) -> IdArray:
@@ -295,15 +343,3 @@ def _alike(name: str, new: IdArray, known: IdArray) -> IdArray:
     if strange is not None:
         check.fail(name, f"the id {strange!r}", "whole numbers, as the model's ids are")
     return np.array(keys, dtype=np.int64)
-
-
-def _taken(name: str, part: Any, rows: NDArray[np.int64]) -> FeaturesLike:
-    if part is None:
-        return None
-    absent = bool((rows < 0).any())
-    if type(part).__module__.startswith("polars"):
-        pl = frames.polars()
-        return part.select(pl.all().gather(pl.Series(rows, dtype=pl.Int64).replace(-1, None))) if absent else part[rows]
-    if absent:
-        check.fail(name, "no row for some entity", "a row of the matrix for each one")
-    return sp.csr_matrix(part)[rows] if sp.issparse(part) else part[rows]

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, Unpack, cast
 
 from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower._util.checks import need
 from gramtower.data.frames import Column
-from gramtower.data.ids import IdsLike, Key
+from gramtower.data.ids import Key
 from gramtower.data.interactions import Interactions, PairsLike, pairs_of
 from gramtower.data.tables import FeaturesLike
 from gramtower.data.text import Encoder, Function
@@ -29,7 +29,7 @@ from gramtower.model.context import with_context
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.exporting import write_export
 from gramtower.model.feature_spec import attach_encoders
-from gramtower.model.fit_data import Columns, Validation, weighed_by_age
+from gramtower.model.fit_data import Columns, PairColumns, Validation, weighed_by_age
 from gramtower.model.fitted import FittedModel
 from gramtower.model.fitting import ITERATIONS, fit, joined_features, update
 from gramtower.model.model_file import read_model, write_model
@@ -56,6 +56,20 @@ def _asked(
         return question(self._known(), *arguments, **named)
 
     return ask
+
+
+def _kept(
+    name: str, change: Callable[Concatenate[FittedModel, _Arguments], FittedModel]
+) -> Callable[Concatenate[TwoTower, _Arguments], TwoTower]:
+    """A method of the fitted model that returns a changed one, as one of the estimator, which takes and returns it."""
+
+    @wraps(change)
+    def make(self: TwoTower, /, *arguments: _Arguments.args, **named: _Arguments.kwargs) -> TwoTower:
+        self.fitted_ = change(self._known(), *arguments, **named)
+        return self
+
+    make.__name__, make.__qualname__ = name, f"TwoTower.{name}"
+    return make
 
 
 class _Learned(Generic[_Answer]):
@@ -185,12 +199,7 @@ class TwoTower(ModelSettings):
         iterations: int = ITERATIONS,
         *,
         callbacks: Iterable[Callback] = (),
-        left: Column | None = None,
-        right: Column | None = None,
-        value: Column | None = None,
-        weight: Column | None = None,
-        time: Column | None = None,
-        threshold: float | None = None,
+        **columns: Unpack[PairColumns],
     ) -> TwoTower:
         """Add pairs to those the model knows, and run a few iterations from its weights.
 
@@ -205,21 +214,18 @@ class TwoTower(ModelSettings):
                 fitted on a matrix, a matrix whose rows and columns are numbered as there, and may be more.
             left_features: as for ``fit``. The model keeps how features are encoded, not the rows: if it sees a table or
                 a matrix, that of all entities, old and new, is needed. A frame is read with the columns and kinds of
-                the table that the model was fitted with. None for ids and histories.
+                the table that the model was fitted with. None for ids and histories. A model with ``store_features``
+                keeps the rows: only those of new and changed entities are needed, a matrix without ids having those of
+                new ones in the order of their first pair. The encoding of numbers stays that of the first fit then.
             right_features: the same for the right tower.
             iterations: how many.
             callbacks: as for ``fit``.
-            left: of a table, the column of left ids, as for ``fit``.
-            right: the column of right ids.
-            value: the column of values.
-            weight: the column of pair weights.
-            time: the column of times.
-            threshold: smallest value that makes a pair, labelled 1.
+            columns: ``left``, ``right``, ``value`` … of a table of pairs, as for ``fit``.
         """
-        context = self._known().context_of(more_pairs)
-        more = Columns(left, right, value, weight, time, threshold, context).read("more_pairs", more_pairs)
+        columns.setdefault("context", self._known().context_of(more_pairs))
+        more = Columns(**columns).read("more_pairs", more_pairs)
         self.fitted_ = update(
-            self.with_changes(), self._known(), more, left_features, right_features, iterations, callbacks
+            self.with_changes(), self._known(), more, (left_features, right_features), iterations, callbacks
         )
         return self
 
@@ -239,12 +245,7 @@ class TwoTower(ModelSettings):
         right_features: FeaturesLike = None,
         refit: bool = True,
         verbose: bool | None = None,
-        left: Column | None = None,
-        right: Column | None = None,
-        value: Column | None = None,
-        weight: Column | None = None,
-        time: Column | None = None,
-        threshold: float | None = None,
+        **columns: Unpack[PairColumns],
     ) -> Search:
         """Choose settings by how well they rank a validation part of the pairs, then fit all pairs with them.
 
@@ -276,12 +277,7 @@ class TwoTower(ModelSettings):
                 which ends a search with what it has found. Settings that were not changed stay as they are.
             verbose: whether to print a line for each trial on standard error; None for yes in a terminal or a notebook.
                 The logger ``gramtower.tune`` gets these lines at level INFO.
-            left: of a table, the column of left ids, as for ``fit``.
-            right: the column of right ids.
-            value: the column of values.
-            weight: the column of pair weights.
-            time: the column of times.
-            threshold: smallest value that makes a pair, labelled 1.
+            columns: ``left``, ``right``, ``value`` … of a table of pairs, as for ``fit``.
 
         Returns:
             The search: trials, which of them won and why, importances, and ``config()``, a config file for
@@ -292,8 +288,8 @@ class TwoTower(ModelSettings):
         from gramtower.experiments.tuning.trial import chosen_features
 
         refit = check.flag("refit", refit)
-        columns = Columns(left, right, value, weight, time, threshold)
-        pairs, validation = columns.read("pairs", pairs), columns.read_also("validation", validation)
+        read = Columns(**columns)
+        pairs, validation = read.read("pairs", pairs), read.read_also("validation", validation)
         if isinstance(pairs, Interactions) and pairs.context:
             left_features = with_context(pairs, left_features)
         features = joined_features((left_features, right_features), pairs)
@@ -324,24 +320,6 @@ class TwoTower(ModelSettings):
         """
         return write_export(check.path("path", path), self._known(), to)
 
-    def add(
-        self,
-        left_features: FeaturesLike = None,
-        right_features: FeaturesLike = None,
-        *,
-        histories: HistoriesLike | None = None,
-        left_ids: IdsLike | None = None,
-        right_ids: IdsLike | None = None,
-    ) -> TwoTower:
-        """Keep new entities, described by features or histories, in the model and in its file.
-
-        The arguments are those of :meth:`~gramtower.model.fitted.FittedModel.with_added`.
-        """
-        self.fitted_ = self._known().with_added(
-            left_features, right_features, histories=histories, left_ids=left_ids, right_ids=right_ids
-        )
-        return self
-
     def score(self, X: Any, y: Any = None, **described: Any) -> Any:
         """The model's ``metric`` on held-out pairs, as scikit-learn's searches and ``cross_val_score`` ask for it.
 
@@ -361,32 +339,6 @@ class TwoTower(ModelSettings):
         (metric,) = parse(self.metric, "metric")
         found = float(self.evaluate(pairs_of(X), (metric.name,), **described)[metric.name])
         return -found if metric.kind in LOWER_IS_BETTER else found
-
-    def calibrate(
-        self,
-        validation: PairsLike | None = None,
-        method: str = "auto",
-        *,
-        population: str = "all",
-        seed: int = 0,
-    ) -> TwoTower:
-        """Fit the function from scores to probabilities, for ``scores="probability"``; the model's file keeps it.
-
-        A probability is that of a pair which the model has not seen to be among the held-out pairs. Over all pairs
-        that the model has not seen, probabilities sum to about the number of held-out pairs (docs/how-to/scores.md).
-        Another ``fit`` or ``update`` removes it.
-
-        Args:
-            validation: held-out pairs, as for ``test`` of :meth:`evaluate`; those that the model has learned from do
-                not count. None for the validation pairs of ``fit``, which have chosen when it stopped.
-            method: "platt", a logistic function of the score; "isotonic", any increasing function, which needs more
-                held-out pairs; or "auto", which is isotonic from 1,000 held-out pairs on.
-            population: the left entities whose pairs are counted: "all" that the model knows, or those with
-                "held-out" pairs, if the others could not have any.
-            seed: of a sample of left entities, which stands for all where there are more than a hundred million pairs.
-        """
-        self.fitted_ = self._known().calibrated(validation, method, population, seed)
-        return self
 
     def plot_reliability(self, test: PairsLike | None = None, bins: int = 10) -> Figure:
         """A figure of :meth:`reliability`: how often pairs are held out, by the probability that the model gives them.
@@ -411,11 +363,11 @@ class TwoTower(ModelSettings):
         Raises:
             ImportError: without matplotlib, with the line that installs it.
         """
+        from gramtower.experiments.figures import run_figure
+
         fitted = self._known()
         points = [] if fitted.path is None else fitted.path.tried
         tried = [(point.settings, point.metric, point.standard_error) for point in points]
-        from gramtower.experiments.figures import run_figure
-
         return run_figure({"fit": fitted.history}, self.metric, tried)
 
     def explain(
@@ -443,16 +395,12 @@ class TwoTower(ModelSettings):
             right_features: the same of the right entity, with ``side="right"``.
             histories: a list with one list of right ids, or a sparse matrix with one row: the history of a new entity.
         """
-        explainer = Explainer(self.with_changes(), self._known())
-        this, that = explainer.sides(side)
-        keys, features = {"left": left, "right": right}, {"left": left_features, "right": right_features}
-        if features[that.name] is not None:
-            check.fail(f"{that.name}_features", "features", f"None: the score is explained by the {side} entity")
-        if histories is not None and side == "right":
-            check.fail("histories", "a history", 'None with side="right"')
-        other, own = that.row(keys[that.name]), None if keys[side] is None else this.row(keys[side])
-        return explainer.explain(own, other, side, features[side], histories)
+        return Explainer(self.with_changes(), self._known()).of_keys(
+            {"left": left, "right": right}, side, {"left": left_features, "right": right_features}, histories
+        )
 
+    add = _kept("add", FittedModel.with_added)
+    calibrate = _kept("calibrate", FittedModel.calibrated)
     recommend = _asked(FittedModel.recommend)
     recommend_all = _asked(FittedModel.recommend_all)
     similar = _asked(FittedModel.similar)

@@ -70,10 +70,28 @@ class Unseen:
 
 
 @dataclass(frozen=True, eq=False)
-class UnseenValidator:
-    """The metric of rankings for, or of, entities that were held out; computed where the towers are."""
+class Validator:
+    """The metric of rankings at a point of a fit."""
 
     metric: str  # its name
+
+    def __call__(self, point: Point) -> float:
+        return float(self.scores(point, (self.metric,))[self.metric])
+
+    def scores(self, point: Point, metrics: Sequence[str], known: tuple[Tensor, Tensor] | None = None) -> Scores:
+        """Some metrics, of the embeddings of known entities if they are given."""
+        raise NotImplementedError
+
+    def without(self, point: Point, seed: int) -> list[float]:
+        """The metric without each part of the users, drawn with a seed; empty for one that is not a mean over users."""
+        values = self.scores(point, (self.metric,)).per_user.get(self.metric)
+        return [] if values is None else means_without(values, deal(len(values), seed))
+
+
+@dataclass(frozen=True, eq=False)
+class UnseenValidator(Validator):
+    """The metric of rankings for, or of, entities that were held out; computed where the towers are."""
+
     side: str  # of the held-out entities
     rows: Features  # their features as the tower of that side takes them
     truth: sp.csr_matrix  # their pairs; see :class:`Unseen`
@@ -81,9 +99,6 @@ class UnseenValidator:
     train: sp.csr_matrix
     # predicts id vectors of held-out entities; None where the tower sees no ids next to their features
     expected: ExpectedIds | None = None
-
-    def __call__(self, point: Point) -> float:
-        return float(self.scores(point, (self.metric,))[self.metric])
 
     def scores(self, point: Point, metrics: Sequence[str], known: tuple[Tensor, Tensor] | None = None) -> Scores:
         return self._scores(*self._embeddings(point, known), self.truth, metrics)
@@ -95,10 +110,9 @@ class UnseenValidator:
         whose only pairs are with them do not count then, and the metric is 0 where none is left. Empty for a metric of
         held-out left entities together, not of single ones.
         """
-        P, Q = self._embeddings(point)
         if self.side == "left":
-            values = self._scores(P, Q, self.truth, (self.metric,)).per_user.get(self.metric)
-            return [] if values is None else means_without(values, deal(len(values), seed))
+            return super().without(point, seed)
+        P, Q = self._embeddings(point)
         parts, columns = deal(self.truth.shape[1], seed), sp.csc_matrix(self.truth)
         found = []
         for part in range(int(parts.max()) + 1):
