@@ -254,10 +254,10 @@ class Evaluation:
             pending_sums.append((pending, None if self.stream.stream is None else x))
             block.tower.vjp(U, self.towers.local_tensors("left", total), initial[0], flush=False)
 
-        self.left.start_vjp()
+        self.left.values.start_bias_sums()
         self.visit(visit)
         total, initial = start()
-        self.left.flush_bias_sums(self.towers.local_tensors("left", total))
+        self.left.values.flush_bias_sums(self.towers.local_tensors("left", total))
 
         def pull_right() -> None:
             for pending, _ in pending_sums:
