@@ -58,8 +58,8 @@ from gramtower.engine.objective.constants import (
     make_constants,
     make_pair_constants,
 )
-from gramtower.engine.objective.cuda_graphs import GraphPool
-from gramtower.engine.objective.gauss_newton import EAGER, Executor, GaussNewton
+from gramtower.engine.objective.cuda_graphs import GraphExecutor, GraphPool
+from gramtower.engine.objective.gauss_newton import GaussNewton
 from gramtower.engine.objective.kronecker import SIDES, Kronecker, kronecker
 from gramtower.engine.objective.planning import Footprint, Orders, Plan, Streamed, make_plan
 from gramtower.engine.objective.regularizers import Regularizer, as_regularizer
@@ -101,7 +101,7 @@ class Point:
         evaluation: the objective at θ.
         parameters: θ, a private copy.
         at: the problem at other parameters.
-        executor: runs gradients and products.
+        executor: replays gradients and products from CUDA graphs; None runs them kernel by kernel.
         spare_bytes: of the memory budget, for the pairs of vectors that secant steps remember.
     """
 
@@ -110,7 +110,7 @@ class Point:
         evaluation: Evaluation,
         parameters: Parameters,
         at: Callable[[Parameters], Point],
-        executor: Executor = EAGER,
+        executor: GraphExecutor | None = None,
         spare_bytes: int = 0,
     ) -> None:
         self.evaluation, self.parameters, self._at, self.executor = evaluation, parameters, at, executor
@@ -172,7 +172,7 @@ class Point:
     @torch.no_grad()
     def gradient(self) -> Parameters:
         """∇L(θ) by eq:final_grad: one vjp of each tower, two passes over O."""
-        return self.executor.gradient(self.evaluation.gradient)
+        return self.evaluation.gradient() if self.executor is None else self.executor.gradient()
 
     def gauss_newton(self, damping: float = 0.0) -> GaussNewton:
         """G of eq:general_G as a linear operator; ``G @ d`` by eq:final_Gd. ``damping`` is added to λ only in G."""
@@ -189,7 +189,7 @@ class Point:
             if self.evaluation.towers.share_parameters:
                 check.fail("side", repr(side), "None, as the towers share parameters")
         damping = check.number("damping", damping, minimum=0.0)
-        return kronecker(self.evaluation, damping, side, self.executor.unbound)
+        return kronecker(self.evaluation, damping, side, None if self.executor is None else self.executor.apply)
 
     def at(self, parameters: Parameters) -> Point:
         """The problem at other parameters."""
