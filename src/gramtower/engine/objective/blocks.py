@@ -33,23 +33,19 @@ from gramtower.engine.towers.linearization import Linearization
 _PER_PAIR = ("labels", "pair_weight", "loss_weight", "imputed")  # of LossTerms, as far as they are tensors
 
 
+@dataclass(eq=False, repr=False)
 class LeftBlock:
-    """Some left rows at θ, from ``start`` on, with their constants, the tower over them and their observed pairs."""
+    """Some left rows at θ, from ``start`` on, with the tower over them and their observed pairs."""
 
-    def __init__(
-        self,
-        start: int,
-        side: Side,
-        pairs: PairConstants,
-        tower: Linearization,
-        Q: Tensor,
-        kernels: Kernels,
-        resident: bool,
-    ) -> None:
-        self.start, self.side, self.tower = start, side, tower
-        self.passes = 0.0  # over the block's pairs, so far
-        self._pairs, self._terms = pairs.pairs, pairs.terms
-        self._Q, self._kernels, self._resident = Q, kernels, resident
+    start: int
+    side: Side  # constants of the rows
+    _pairs: Pairs
+    _terms: LossTerms
+    tower: Linearization
+    _Q: Tensor
+    _kernels: Kernels
+    _resident: bool
+    passes: float = 0.0  # over the block's pairs, so far
 
     @property
     def P(self) -> Tensor:

@@ -28,15 +28,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.host import (
-    PAIR_PRECISIONS,
-    PRECISIONS,
-    default_budget,
-    explained,
-    free_memory,
-    products_in,
-    readable,
-)
+from gramtower._util.host import default_budget, free_memory, readable
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix, extremes
 from gramtower.data.pairs import MatrixLike, as_features, from_sparse, sorting_bytes
@@ -297,8 +289,8 @@ class Problem:
         self.memory_budget = None if memory_budget is None else check.memory_size("memory_budget", memory_budget)
         self.planned_budgets: dict[torch.device, int] = {}  # by device, what evaluations there were planned with
         self.kernels = check.choice("kernels", kernels, BACKENDS)
-        self.precision = check.choice("precision", precision, PRECISIONS)
-        self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
+        self.precision = check.choice("precision", precision, host.PRECISIONS)
+        self.pair_precision = check.choice("pair_precision", pair_precision, host.PAIR_PRECISIONS)
         self.work = Work()
         self.graphs = self.regularizer is None  # small problems on a GPU run from CUDA graphs; a user's code does not
         self._graph_pool: tuple[tuple[Any, ...], GraphPool] | None = None
@@ -339,7 +331,7 @@ class Problem:
         present = towers.parameters()
         if parameters is not None:
             present.vector.copy_(as_parameters("parameters", parameters, present).vector)
-        with explained(self.memory_budget):
+        with host.explained(self.memory_budget):
             return self._evaluate(towers, present)
 
     def plan(self, towers: Towers) -> Plan:
@@ -373,7 +365,7 @@ class Problem:
         """The objective at parameters, over resident or streamed left rows."""
         kernels, constants = select(towers.device, self.kernels), self.constants(towers)
         blocks = plan.left, plan.right
-        with products_in(self.precision):
+        with host.products_in(self.precision):
             left, right = towers.linearize(theta, self.left, self.right, kernels, blocks, self.work, scratch)
         pairs = self._blocks_of_pairs(towers, plan.streamed)
         return Evaluation(constants, towers, theta, pairs, left, right, kernels, self.work)
