@@ -399,7 +399,6 @@ def tower_factors(
         context = CurvatureContext(
             values=tower.values,
             factors=factors,
-            weight=weight,
             total_weight=total_weight,
             rows=features.total,
             group=group,

@@ -145,7 +145,6 @@ class CurvatureContext:
 
     values: Values  # the tower's tensors
     factors: Factors  # the result, to which a step adds its factors
-    weight: Tensor  # r_i of this process's entities
     total_weight: Tensor  # Σ r_i over all processes
     rows: int  # number of entities of all processes
     group: Group  # the processes
