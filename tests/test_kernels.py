@@ -237,13 +237,15 @@ def test_losses_and_their_sums_are_those_of_the_formula(backend, loss):
     (curvatures,) = torch.autograd.grad(slopes.sum(), scores)
     observed, exact = module.losses(pairs, P, Q, t), dict(rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(observed.value, each.detach().sum(), **exact)
-    for tangents, wanted in ((None, slopes.detach()), ((W, H), curvatures * run_change(pairs, P, W, Q, H))):
-        mine, sums = out.clone(), out.clone()
-        reference.left_sum(pairs, wanted, Q, sums)
-        x, passes = module.loss_left(pairs, P, Q, t, mine, tangents)
-        assert passes == 2
-        torch.testing.assert_close(x, wanted, **exact)
-        torch.testing.assert_close(mine, sums, **exact)
+    torch.testing.assert_close(observed.slopes, slopes.detach(), **exact)
+    torch.testing.assert_close(observed.curvatures, curvatures, **exact)
+    mine, sums = out.clone(), out.clone()
+    wanted = curvatures * run_change(pairs, P, W, Q, H)
+    reference.left_sum(pairs, wanted, Q, sums)
+    z = module.curvature_left(pairs, observed.curvatures, P, W, Q, H, mine)
+    torch.testing.assert_close(z, wanted, **exact)
+    torch.testing.assert_close(mine, sums, **exact)
+    assert module.loss_left(pairs, P, Q, t, mine) is None
 
 
 def run_change(pairs, P, W, Q, H):

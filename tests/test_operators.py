@@ -109,4 +109,4 @@ def test_a_preconditioner_with_other_factors_than_the_recorded_one_is_recorded_a
     for name in ("left.2.weight", "left.2.bias"):  # as if their factors were not finite
         fewer._diagonal[name] = torch.full_like(r[name], 0.5)
     for M in (some, fewer, some):
-        assert torch.equal(graphed.apply(M, r, r.empty()).vector, M.compute(r, r.zeros()).vector)
+        assert torch.equal(graphed(M, r, r.empty()).vector, M.compute(r, r.zeros()).vector)

@@ -269,13 +269,8 @@ def _to_disk(path: Path, flags: int) -> None:
         os.close(file)
 
 
-def write_config(path: Path, tables: Mapping[str, Mapping[str, object]], comment: str) -> None:
-    """Write settings as a TOML file with the names of the flags; None is left out."""
-    write_text(path, config_text(tables, comment))
-
-
 def config_text(tables: Mapping[str, Mapping[str, object]], comment: str) -> str:
-    """Return the text of such a file."""
+    """Return settings as the text of a TOML file with the names of the flags; None is left out."""
     lines = [f"# {comment}"]
     for name, table in tables.items():
         given = {key.replace("_", "-"): value for key, value in table.items() if value is not None}

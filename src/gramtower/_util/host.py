@@ -32,7 +32,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -504,14 +504,9 @@ class SideStream:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
 
-    @contextmanager
-    def within(self) -> Iterator[None]:
-        """Submit the work of this block to the side stream."""
-        if self.stream is None:
-            yield
-            return
-        with torch.cuda.stream(self.stream):
-            yield
+    def within(self) -> AbstractContextManager[object]:
+        """Submit the work of a block to the side stream."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def join(self) -> None:
         """Make the current stream wait for the side stream."""

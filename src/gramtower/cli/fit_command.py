@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from gramtower._util import checks as check
 from gramtower._util.checks import config_hidden
-from gramtower._util.files import replacing, write_config, write_json
+from gramtower._util.files import config_text, replacing, write_json, write_text
 from gramtower.cli import reading
 from gramtower.cli.formats import DataOptions, ReadOptions
 from gramtower.cli.options import (
@@ -171,7 +171,8 @@ def _forget(checkpoint: Path) -> None:
 
 def _describe(out: Path, model: TwoTower, settings: Settings, facts: dict[str, Any]) -> None:
     """Write what a run used and how it ended."""
-    write_config(out / reading.CONFIG, used(settings, model), "what this run used; gramtower fit --config reads it")
+    config = config_text(used(settings, model), "what this run used; gramtower fit --config reads it")
+    write_text(out / reading.CONFIG, config)
     write_json(out / reading.SUMMARY, facts | {"environment": environment()})
 
 

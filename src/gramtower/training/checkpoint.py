@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from gramtower._util import host
 from gramtower._util.files import build, is_remote, replacing, take_lock
-from gramtower._util.host import parallel_for
 from gramtower.data.pairs import Features
 from gramtower.distributed import shard_files
 from gramtower.distributed.group import SINGLE, Digest, Group
@@ -153,7 +152,7 @@ def sparse_digest(
     cuts = np.linspace(0, len(columns), 8 * torch.get_num_threads() + 1)[1:-1]
     bounds = [0, *np.searchsorted(offsets, cuts).tolist(), rows]
     parts: list[Any] = []
-    parallel_for(
+    host.parallel_for(
         lambda a, b: parts.append(entry_sums(offsets[a : b + 1], columns, np.asarray(values), first + a, width)), bounds
     )
     digest = Digest()

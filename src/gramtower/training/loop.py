@@ -114,25 +114,26 @@ def minimize(
     called = _Callbacks(callbacks)
     path = None if checkpoint is None else check.path("checkpoint", checkpoint)
     written = None if history is None else check.path("history", history)
-    run = _Run(problem, towers, as_solver(optimizer, options), seed, validation, validate_at, path, written)
-    run.warn_of_tf32()
-    limits = _Limits(max_iterations, time_limit, tolerance, patience if validation is not None else None)
     if patience is not None and validation is None:
         check.fail("patience", patience, "None, or a validation metric: patience requires `validation`")
+    limits = _Limits(max_iterations, time_limit, tolerance, patience)
     seconds = check.number("checkpoint_seconds", checkpoint_seconds, minimum=0.0)
     spacing = check.count("checkpoint_every", checkpoint_every), seconds
-    group = problem.shards.group
+    solver = as_solver(optimizer, options)
+    run = _Run(problem, towers, solver, seed, limits, validation, validate_at, path, spacing, written)
+    run.warn_of_tf32()
+    group = run.group
     log = Log((max_iterations, time_limit)) if check.flag("verbose", verbose) and group.rank == 0 else None
-    run.agree(limits)
+    run.agree()
     with nullcontext() if path is None else locked(path, group):
         try:
-            run.begin(limits)
+            run.begin()
             if log is not None:
                 for record in run.records:
                     log(record)
             called.begin(Started(run.records[-1], max_iterations, run.settings(), group.rank == 0))
             with _sigterm_deferred(group) as sigterm:
-                stop = run.loop(limits, called, log, spacing, sigterm)
+                stop = run.loop(called, log, sigterm)
             if log is not None:
                 log.end(stop.message)
             result = run.finish(stop)
@@ -212,13 +213,13 @@ class _Limits:
         self.tolerance = check.number("tolerance", tolerance, minimum=0.0)
         self.patience = None if patience is None else check.count("patience", patience)
 
-    def reached(self, iteration: int, seconds: float, waited: int) -> _Stop | None:
-        """The reason to stop, given the iterations, seconds and validations without improvement, or None."""
-        if self.patience is not None and waited >= self.patience:
+    def reached(self, now: _Reached) -> _Stop | None:
+        """The reason to stop after this iteration, or None."""
+        if self.patience is not None and now.waited >= self.patience:
             return _Stop(Reason.EARLY_STOP, Reason.EARLY_STOP.value.format(patience=self.patience))
-        if iteration >= self.max_iterations:
+        if now.iteration >= self.max_iterations:
             return _Stop(Reason.MAX_ITERATIONS, Reason.MAX_ITERATIONS.value.format(iterations=self.max_iterations))
-        if self.time_limit is not None and seconds >= self.time_limit:
+        if self.time_limit is not None and now.seconds >= self.time_limit:
             return _Stop(Reason.TIME_LIMIT, Reason.TIME_LIMIT.value.format(seconds=self.time_limit))
         return None
 
@@ -249,77 +250,74 @@ def _non_finite(what: str, names: list[str]) -> _Stop:
     return _Stop(Reason.NON_FINITE, Reason.NON_FINITE.value.format(what=what), tuple(names))
 
 
+@dataclass
 class _Run:
     """A run with its settings and the state that it has reached."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        towers: Towers,
-        solver: Solver,
-        seed: int,
-        validation: Callable[[Point], float] | None,
-        validate_at: Callable[[int], bool] | None,
-        path: Path | None,
-        written: Path | None,
-    ) -> None:
-        if not isinstance(problem, Problem):
-            check.fail("problem", type(problem).__name__, "a gramtower.Problem")
-        if not isinstance(towers, Towers):
-            check.fail("towers", type(towers).__name__, "a gramtower.Towers")
-        self.problem, self.towers, self.group = problem, towers, problem.shards.group
-        self.method: Method = solver.method(check.seed(seed))
-        self._identity, self._tf32 = (solver.name, dict(vars(solver)), seed), solver.tf32
-        check.functions("validation", () if validation is None else (validation,))
-        check.functions("validate_at", () if validate_at is None else (validate_at,))
-        self.validation, self.validate_at = validation, validate_at
-        self.path = path  # of the checkpoint
-        self.written = None if self.group.rank > 0 else written  # the file of the records
-        self.records: list[Record] = []
-        self.written_at = -math.inf  # time of the last write of the records to an object
-        self.saved_at = 0.0  # seconds at the last checkpoint
-        self.reached: _Reached
-        self.fingerprint: dict[str, str] = {}
-        self.stored: StoredHistory | None = None
+    problem: Problem
+    towers: Towers
+    solver: Solver
+    seed: int
+    limits: _Limits
+    validation: Callable[[Point], float] | None
+    validate_at: Callable[[int], bool] | None
+    path: Path | None  # of the checkpoint
+    spacing: tuple[int, float]  # least iterations and seconds between checkpoints
+    written: Path | None  # the file of the records; None in all processes but the first
+    records: list[Record] = field(default_factory=list)
+    written_at: float = -math.inf  # time of the last write of the records to an object
+    saved_at: float = 0.0  # seconds at the last checkpoint
+    reached: _Reached = field(init=False)
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    stored: StoredHistory | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.problem, Problem):
+            check.fail("problem", type(self.problem).__name__, "a gramtower.Problem")
+        if not isinstance(self.towers, Towers):
+            check.fail("towers", type(self.towers).__name__, "a gramtower.Towers")
+        for name in ("validation", "validate_at"):
+            check.functions(name, [one for one in (getattr(self, name),) if one is not None])
+        self.method: Method = self.solver.method(check.seed(self.seed))
+        self.group = self.problem.shards.group
+        self.written = self.written if self.group.rank == 0 else None
 
     def warn_of_tf32(self) -> None:
         """Warn if products are tf32 and the optimizer is not safe with it."""
-        if not self._tf32 and self.group.rank == 0 and products_used(self.problem, self.towers) == "tf32":
-            name = self._identity[0]
+        if not self.solver.tf32 and self.group.rank == 0 and products_used(self.problem, self.towers) == "tf32":
             warnings.warn(
-                f'precision: "tf32" with the optimizer {name!r}, which may stall far from a minimum with it; use '
-                'precision="float32", or an optimizer that is safe with tf32, such as newton-kron',
+                f'precision: "tf32" with the optimizer {self.solver.name!r}, which may stall far from a minimum with '
+                'it; use precision="float32", or an optimizer that is safe with tf32, such as newton-kron',
                 stacklevel=3,
             )
 
-    def agree(self, limits: _Limits) -> None:
+    def agree(self) -> None:
         """Refuse processes of one run whose settings differ, before anything is computed."""
-        if self.group.size == 1:
-            return
-        p, (optimizer, options, seed) = self.problem, self._identity
-        more = {"frequency_power": p.frequency_power, "dtype": str(self.towers.dtype)}
-        more |= {"precision": p.precision, "pair_precision": p.pair_precision, "optimizer": optimizer, "seed": seed}
-        more |= {f"option {name}": json.dumps(value, default=str) for name, value in options.items()}
-        more |= {"device": self.towers.device.type, "checkpoint": None if self.path is None else str(self.path)}
-        agree(self.group, versions() | self._objective() | more | vars(limits))
+        if self.group.size > 1:
+            p, options = self.problem, vars(self.solver).items()
+            more = {f"option {name}": json.dumps(value, default=str) for name, value in options}
+            more |= {name: getattr(p, name) for name in ("frequency_power", "precision", "pair_precision")}
+            more |= {"dtype": str(self.towers.dtype), "device": self.towers.device.type, "checkpoint": str(self.path)}
+            agree(self.group, versions() | self._named() | more | vars(self.limits))
 
     def settings(self) -> dict[str, object]:
         """The settings of the run, for callbacks."""
-        shards, (optimizer, options, seed) = self.problem.shards, self._identity
+        shards = self.problem.shards
         sizes = {"left": shards.left.total, "right": shards.right.total}
         metric = {} if self.validation is None else {"metric": getattr(self.validation, "metric", "validation")}
-        return {"optimizer": optimizer, **options, "seed": seed} | self._objective() | sizes | metric
+        return self._named() | vars(self.solver) | sizes | metric
 
-    def _objective(self) -> dict[str, object]:
-        p = self.problem
-        return {"loss": p.loss.name, "omega": p.omega, "l2": p.l2, "embedding_l2": p.embedding_l2}
+    def _named(self) -> dict[str, object]:
+        objective = {name: getattr(self.problem, name) for name in ("omega", "l2", "embedding_l2")}
+        return {"optimizer": self.solver.name, "seed": self.seed, "loss": self.problem.loss.name} | objective
 
-    def begin(self, limits: _Limits) -> None:
+    def begin(self) -> None:
         """Evaluate the start, or resume from a checkpoint."""
         problem, towers, path = self.problem, self.towers, self.path
         towers.join(problem.shards, problem.left, problem.right)
         if path is not None:
-            self.fingerprint = fingerprint(problem, towers, *self._identity, self.validation, limits.patience)
+            identity = self.solver.name, dict(vars(self.solver)), self.seed, self.validation, self.limits.patience
+            self.fingerprint = fingerprint(problem, towers, *identity)
             self.stored = StoredHistory(path)
         if path is not None and self.group.from_first(path.exists()):
             self._resume(path)
@@ -371,14 +369,12 @@ class _Run:
         )  # fmt: skip
         self._keep(saved.history)
 
-    def loop(
-        self, limits: _Limits, callbacks: _Callbacks, log: Log | None, spacing: tuple[int, float], sigterm: _Signal
-    ) -> _Stop:
+    def loop(self, callbacks: _Callbacks, log: Log | None, sigterm: _Signal) -> _Stop:
         """Iterate until there is a reason to stop."""
         if bad := self.reached.point.terms.non_finite():
             return _non_finite("at the start, the term " + ", ".join(bad), bad)
         try:
-            while (stop := limits.reached(self.reached.iteration, self.reached.seconds, self.reached.waited)) is None:
+            while (stop := self.limits.reached(self.reached)) is None:
                 result, seconds, work = self._iterate()
                 if (stop := self._failed(result)) is not None:
                     break
@@ -386,12 +382,12 @@ class _Run:
                 if log is not None:
                     log(record)
                 asked = callbacks(record, self.reached.point)
-                due = record.iteration % spacing[0] == 0 and record.seconds - self.saved_at >= spacing[1]
-                if due:
+                every, pause = self.spacing
+                if record.iteration % every == 0 and record.seconds - self.saved_at >= pause:
                     self._save()
                 stopping, terminated = self.group.totals(asked, sigterm())
                 assert self.reached.first_norm is not None
-                small = result.gradient_norm <= limits.tolerance * self.reached.first_norm and result.trials
+                small = result.gradient_norm <= self.limits.tolerance * self.reached.first_norm and result.trials
                 if terminated or stopping or small:
                     reason = Reason.INTERRUPTED if terminated else Reason.CALLBACK if stopping else Reason.TOLERANCE
                     stop = _Stop(reason, reason.value)

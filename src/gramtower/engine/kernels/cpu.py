@@ -27,12 +27,12 @@ from gramtower._util import host
 from gramtower._util.compiled import compiled
 from gramtower.data.pairs import Pairs, Segments
 from gramtower.engine.kernels import reference
-from gramtower.engine.kernels.elementwise import LossTerms, Observed, Scored, loss_left_from_scores
+from gramtower.engine.kernels.elementwise import LossTerms, Observed, Scored
 from gramtower.engine.kernels.reference import RowSystems
 
 activate, slope_product = reference.activate, reference.slope_product  # torch has nothing faster for these
 column_sums, column_lines = reference.column_sums, reference.column_lines
-export_order, import_order = reference.export_order, reference.import_order
+export_order, import_order, loss_left = reference.export_order, reference.import_order, reference.loss_left
 SLOPES_FROM_OUTPUTS = False  # a stored slope is one multiplication, cheaper than computing it again
 GATHERS_BFLOAT16 = False
 SOLVES_ROWS = True  # a row's pairs stay in the cache
@@ -103,19 +103,6 @@ def _solve(
 
 def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
     return Scored(terms, dots(pairs, P, Q))
-
-
-def loss_left(
-    pairs: Pairs,
-    P: Tensor,
-    Q: Tensor,
-    terms: LossTerms,
-    out: Tensor,
-    tangents: tuple[Tensor, Tensor] | None = None,
-    gathered: Tensor | None = None,
-) -> tuple[Tensor, int]:
-    observed = losses(pairs, P, Q, terms)
-    return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, tangents, gathered), 2
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gramtower._util import checks as check
-from gramtower.data.pairs import Pairs
 
 ELU, LEAKY_RELU, TANH, SIGMOID = range(4)  # numbers of the GPU programs, see ``_slope`` in programs.py
 
@@ -380,23 +379,3 @@ class Scored:
         """ŷ − ỹ on some pairs; a new tensor."""
         imputed = self.terms.imputed
         return self.scores[part] - (imputed[part] if isinstance(imputed, Tensor) else imputed)
-
-
-def loss_left_from_scores(
-    observed: Observed,
-    left_sum: Callable[[Pairs, Tensor, Tensor, Tensor], None],
-    curvature_left: Callable[[Pairs, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor],
-    pairs: Pairs,
-    P: Tensor,
-    Q: Tensor,
-    out: Tensor,
-    tangents: tuple[Tensor, Tensor] | None,
-    gathered: Tensor | None,
-) -> Tensor:
-    """``loss_left`` of the kernels (see reference.py) by the passes that a backend has in any case."""
-    if tangents is None:
-        x = observed.slopes
-        left_sum(pairs, x, Q, out)
-        return x
-    W, H = tangents
-    return curvature_left(pairs, observed.curvatures, P, W, Q if gathered is None else gathered, H, out)

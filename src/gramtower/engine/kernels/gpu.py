@@ -15,7 +15,7 @@ from torch import Tensor
 from gramtower.data.pairs import Pairs
 from gramtower.engine.kernels import programs as p
 from gramtower.engine.kernels import reference
-from gramtower.engine.kernels.elementwise import ELU, Activation, LossTerms, Observed, Scored, loss_left_from_scores
+from gramtower.engine.kernels.elementwise import ELU, Activation, LossTerms, Observed, Scored
 from gramtower.engine.kernels.layout import Order, Pieces, left_order, remember, right_order
 
 SLOPES_FROM_OUTPUTS = True  # φ′ costs nothing in a pass that reads the output anyway
@@ -99,20 +99,12 @@ def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
 
 
 def loss_left(
-    pairs: Pairs,
-    P: Tensor,
-    Q: Tensor,
-    terms: LossTerms,
-    out: Tensor,
-    tangents: tuple[Tensor, Tensor] | None = None,
-    gathered: Tensor | None = None,
-) -> tuple[Tensor, int]:
-    """In one pass, without scores, where a program knows the loss and all is of one dtype."""
+    pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms, out: Tensor, tangents: tuple[Tensor, Tensor] | None = None
+) -> Tensor | None:
+    """None if no program knows the loss, or rows are too long."""
     k, order = P.shape[1], left_order(pairs)
-    one_dtype = P.dtype == Q.dtype and (gathered is None or gathered.dtype == Q.dtype)
-    if terms.loss.program is None or k > LONGEST or not one_dtype:
-        observed = losses(pairs, P, Q, terms)
-        return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, tangents, gathered), 2
+    if terms.loss.program is None or k > LONGEST:
+        return None
     x = torch.empty(len(pairs), dtype=P.dtype, device=P.device)
     if len(order):
         partial = out.new_empty(order.partial_lines, k)
@@ -126,7 +118,7 @@ def loss_left(
             PAIRS=_pairs(width, _TWO_TILES), K=width, num_warps=_warps(width),
         )  # fmt: skip
         _gather_lines(order, partial, out)
-    return x, 1
+    return x
 
 
 def _terms(terms: LossTerms, absent: Tensor) -> tuple[tuple[Tensor | int, ...], dict[str, int | None]]:

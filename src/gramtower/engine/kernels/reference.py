@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gramtower.data.pairs import Pairs
-from gramtower.engine.kernels.elementwise import Activation, LossTerms, Observed, Scored, loss_left_from_scores
+from gramtower.engine.kernels.elementwise import Activation, LossTerms, Observed, Scored
 from gramtower.engine.kernels.layout import Order
 
 SLOPES_FROM_OUTPUTS = False
@@ -136,20 +136,13 @@ def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
 
 
 def loss_left(
-    pairs: Pairs,
-    P: Tensor,
-    Q: Tensor,
-    terms: LossTerms,
-    out: Tensor,
-    tangents: tuple[Tensor, Tensor] | None = None,
-    gathered: Tensor | None = None,
-) -> tuple[Tensor, int]:
-    """x_e = ∂ℓ⁺/∂ŷ, or with ``tangents`` = (W, H) ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j); out += X Q. Returns x and 2 (passes).
+    pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms, out: Tensor, tangents: tuple[Tensor, Tensor] | None = None
+) -> Tensor | None:
+    """In one pass, without scores: x_e = ∂ℓ⁺/∂ŷ, returned, and out += X Q; None if it takes several passes, as here.
 
-    ``gathered``, of H's dtype, takes Q's place in all but the scores.
+    With ``tangents`` = (W, H), x_e = ∂²ℓ⁺/∂ŷ² (w_i·q_j + p_i·h_j).
     """
-    observed = losses(pairs, P, Q, terms)
-    return loss_left_from_scores(observed, left_sum, curvature_left, pairs, P, Q, out, tangents, gathered), 2
+    return None
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

@@ -33,23 +33,19 @@ from gramtower.engine.towers.linearization import Linearization
 _PER_PAIR = ("labels", "pair_weight", "loss_weight", "imputed")  # of LossTerms, as far as they are tensors
 
 
+@dataclass(eq=False, repr=False)
 class LeftBlock:
-    """Some left rows at θ, from ``start`` on, with their constants, the tower over them and their observed pairs."""
+    """Some left rows at θ, from ``start`` on, with the tower over them and their observed pairs."""
 
-    def __init__(
-        self,
-        start: int,
-        side: Side,
-        pairs: PairConstants,
-        tower: Linearization,
-        Q: Tensor,
-        kernels: Kernels,
-        resident: bool,
-    ) -> None:
-        self.start, self.side, self.tower = start, side, tower
-        self.passes = 0.0  # over the block's pairs, so far
-        self._pairs, self._terms = pairs.pairs, pairs.terms
-        self._Q, self._kernels, self._resident = Q, kernels, resident
+    start: int
+    side: Side  # constants of the rows
+    _pairs: Pairs
+    _terms: LossTerms
+    tower: Linearization
+    _Q: Tensor
+    _kernels: Kernels
+    _resident: bool
+    passes: float = 0.0  # over the block's pairs, so far
 
     @property
     def P(self) -> Tensor:
@@ -73,24 +69,27 @@ class LeftBlock:
 
     def add_slopes(self, U: Tensor) -> Tensor:
         """X of eq:Xij, and U += X Q."""
-        if self._resident:
+        x = self._in_one_pass(U)
+        if x is None:
             x = self.observed.slopes
             self.left_sum(x, self._Q, U)
-            return x
-        x, passes = self._kernels.loss_left(self._pairs, self.P, self._Q, self._terms, U)
-        self.passes += passes
         return x
 
     def add_curvatures(self, W: Tensor, Q: Tensor, H: Tensor, U: Tensor) -> Tensor:
         """Z_ij = ∂²ℓ⁺ (w_i·q_j + p_i·h_j) of eq:final_Gd, and U += Z Q; Q and H as they are gathered for each pair."""
-        if self._resident:
+        z = self._in_one_pass(U, (W, H)) if Q is self._Q else None
+        if z is None:
             z = self._kernels.curvature_left(self._pairs, self.observed.curvatures, self.P, W, Q, H, U)
             self.passes += 1
-            return z
-        gathered = None if Q is self._Q else Q
-        z, passes = self._kernels.loss_left(self._pairs, self.P, self._Q, self._terms, U, (W, H), gathered)
-        self.passes += passes
         return z
+
+    def _in_one_pass(self, U: Tensor, tangents: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
+        """X or Z, if the kernels can add it times Q to U in one pass; None if ℓ⁺ is kept, or if they cannot."""
+        if self._resident:
+            return None
+        x = self._kernels.loss_left(self._pairs, self.P, self._Q, self._terms, U, tangents)
+        self.passes += x is not None
+        return x
 
     def left_sum(self, x: Tensor, B: Tensor, out: Tensor) -> None:
         """out += X B; of fewer columns than k, counted as that share of a pass."""

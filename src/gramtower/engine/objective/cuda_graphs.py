@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from gramtower._util.host import SideStream
-from gramtower.engine.objective.gauss_newton import Executor, Factored, GaussNewton
+from gramtower.engine.objective.gauss_newton import GaussNewton
+from gramtower.engine.objective.kronecker import Kronecker
 from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.linearization import Work
 from gramtower.engine.towers.parameters import Parameters
@@ -127,14 +128,15 @@ def _waiting_stream() -> torch.cuda.Stream:
     return stream
 
 
-class _GraphedApply(Executor):
+class _GraphedApply:
     """M r over fixed memory, into which the preconditioner that is applied is copied first."""
 
     def __init__(self) -> None:
-        self._held: Factored | None = None
-        self._holds: weakref.ref[Factored] | None = None
+        self._held: Kronecker | None = None
+        self._holds: weakref.ref[Kronecker] | None = None
 
-    def apply(self, M: Factored, r: Parameters, out: Parameters) -> Parameters:
+    def __call__(self, M: Kronecker, r: Parameters, out: Parameters) -> Parameters:
+        """M r, written over ``out``."""
         if len(M.tensors()) <= _FEW:
             return M.compute(r, out)
         if self._held is None or self._holds is None or self._holds() is not M:
@@ -148,7 +150,7 @@ class _GraphedApply(Executor):
         out.vector.copy_(self._out.vector)
         return out
 
-    def _record(self, M: Factored, r: Parameters) -> Factored:
+    def _record(self, M: Kronecker, r: Parameters) -> Kronecker:
         held, self._r, self._out = M.copy(), r.clone(), r.empty()
         stream = _waiting_stream()
         with torch.cuda.stream(stream):
@@ -230,23 +232,9 @@ class _Slot:
         GaussNewton(evaluation, 0.0).compute(self._direction, self._product)
 
 
-class GraphExecutor(Executor):
+class GraphExecutor:
     """Replays the graphs of a slot, which is this object's as long as a point or an operator holds it."""
 
     def __init__(self, slot: _Slot, apply: _GraphedApply) -> None:
-        self._slot, self._apply = slot, apply
-
-    @property
-    def evaluation(self) -> Evaluation:
-        return self._slot.evaluation
-
-    @property
-    def unbound(self) -> Executor:
-        """Applies preconditioners from a graph that all slots share."""
-        return self._apply
-
-    def gradient(self, compute: Callable[[], Parameters]) -> Parameters:
-        return self._slot.gradient()
-
-    def product(self, G: GaussNewton, d: Parameters, out: Parameters) -> Parameters:
-        return self._slot.product(d, G.damping, out)
+        self.evaluation, self.gradient, self.product = slot.evaluation, slot.gradient, slot.product
+        self.apply = apply  # applies preconditioners, from a graph that all slots share

@@ -7,12 +7,11 @@
 H and H_c come first; then for each block of left rows W, U and Z, pulled back immediately; then W_c and V. Cost: one
 jvp and one vjp of each tower, two passes over O and O((m+n)k²); no forward pass if left rows are resident.
 
-An :class:`Executor` runs the work of a point: kernel by kernel here, replayed from CUDA graphs in cuda_graphs.py.
+The same product is replayed from CUDA graphs (cuda_graphs.py) if the point has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Protocol
 
@@ -27,42 +26,16 @@ from gramtower.engine.objective.value_and_gradient import Evaluation
 from gramtower.engine.towers.parameters import LinearOperator, Parameters
 
 
-class Factored(Protocol):
-    """A preconditioner as an executor sees it."""
+class Executor(Protocol):
+    """Runs the work of a point in another way than kernel by kernel."""
 
-    def compute(self, d: Parameters, out: Parameters) -> Parameters: ...  # the product, kernel by kernel
-    def tensors(self) -> list[Tensor]: ...  # what it is made of, always in the same order
-    def copy(self) -> Factored: ...
-
-
-class Executor:
-    """Runs everything kernel by kernel."""
-
-    def gradient(self, compute: Callable[[], Parameters]) -> Parameters:
-        """∇L."""
-        return compute()
-
-    def product(self, G: GaussNewton, d: Parameters, out: Parameters) -> Parameters:
-        """G d, written over ``out``."""
-        return G.compute(d, out)
-
-    @property
-    def unbound(self) -> Executor:
-        """What runs operators that do not belong to one evaluation, such as preconditioners."""
-        return self
-
-    def apply(self, M: Factored, r: Parameters, out: Parameters) -> Parameters:
-        """M r, written over ``out``."""
-        return M.compute(r, out)
-
-
-EAGER = Executor()
+    def product(self, d: Parameters, damping: float, out: Parameters) -> Parameters: ...  # (G + damping·I) d
 
 
 class GaussNewton(LinearOperator):
     """G + damping·I at a point. Symmetric, and positive definite when λ + damping > 0 and Ψ is strongly convex."""
 
-    def __init__(self, at: Evaluation, damping: float, executor: Executor = EAGER) -> None:
+    def __init__(self, at: Evaluation, damping: float, executor: Executor | None = None) -> None:
         super().__init__(at.parameters)
         self.at, self.damping, self.executor = at, damping, executor
 
@@ -78,7 +51,8 @@ class GaussNewton(LinearOperator):
     @torch.no_grad()
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
         """G d, written over ``out`` if given: a solver then needs no new vector of θ's size in each step."""
-        return self.executor.product(self, d, d.empty() if out is None else out)
+        out = d.empty() if out is None else out
+        return self.compute(d, out) if self.executor is None else self.executor.product(d, self.damping, out)
 
     def compute(self, d: Parameters, out: Parameters) -> Parameters:
         """G d, kernel by kernel."""

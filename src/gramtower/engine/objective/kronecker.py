@@ -42,7 +42,6 @@ from torch import Tensor
 
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Sharded
-from gramtower.engine.objective.gauss_newton import EAGER, Executor
 from gramtower.engine.objective.regularizers import mean_curvatures
 from gramtower.engine.objective.value_and_gradient import Evaluation, Moments
 from gramtower.engine.towers.linearization import Linearization
@@ -64,7 +63,7 @@ class Kronecker(LinearOperator):
         diagonal: of all other parameters, by name.
         still: parameters that M is zero on.
         tables: weights with a row for each entity of a side.
-        executor: applies it.
+        replay: multiplies it with a vector and writes the result over another one, instead of ``compute``.
     """
 
     def __init__(
@@ -74,17 +73,18 @@ class Kronecker(LinearOperator):
         diagonal: dict[str, Tensor],
         still: Collection[str] = (),
         tables: Mapping[str, str] = MappingProxyType({}),
-        executor: Executor = EAGER,
+        replay: Replay | None = None,
     ) -> None:
         super().__init__(like.blank())  # it may outlive the point by many iterations
-        self._blocks, self._diagonal, self._still, self.executor = blocks, diagonal, still, executor
-        self._tables = tables
+        self._blocks, self._diagonal, self._still, self._tables, self.replay = blocks, diagonal, still, tables, replay
 
     @torch.no_grad()
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        return self.executor.apply(self, d, d.empty() if out is None else out)
+        out = d.empty() if out is None else out
+        return self.compute(d, out) if self.replay is None else self.replay(self, d, out)
 
     def compute(self, d: Parameters, out: Parameters) -> Parameters:
+        """M d, kernel by kernel."""
         for block in self._blocks:
             block.apply(d, out)
         for name, inverse in self._diagonal.items():
@@ -94,6 +94,7 @@ class Kronecker(LinearOperator):
         return out
 
     def tensors(self) -> list[Tensor]:
+        """What it is made of, always in the same order."""
         return [t for block in self._blocks for t in (block.A, block.S)] + list(self._diagonal.values())
 
     def state(self) -> dict[str, Sharded | Tensor]:
@@ -119,11 +120,15 @@ class Kronecker(LinearOperator):
         return True
 
     def copy(self) -> Kronecker:
+        """A copy with memory of its own, which is applied kernel by kernel."""
         blocks = [copy.copy(block) for block in self._blocks]
         for block in blocks:
             block.A, block.S = block.A.clone(), block.S.clone()
         diagonal = {name: t.clone() for name, t in self._diagonal.items()}
         return Kronecker(self.like, blocks, diagonal, self._still, self._tables)
+
+
+Replay = Callable[[Kronecker, Parameters, Parameters], Parameters]
 
 
 class _Block:
@@ -151,7 +156,7 @@ class _Block:
 
 
 @torch.no_grad()
-def kronecker(at: Evaluation, damping: float, side: str | None, executor: Executor) -> Kronecker:
+def kronecker(at: Evaluation, damping: float, side: str | None, replay: Replay | None = None) -> Kronecker:
     """Build the preconditioner at a point; with ``side``, only for the parameters of that side."""
     c, towers = at.constants, at.towers
     numbers = [number for number, name in enumerate(SIDES) if side in (None, name) and towers.local_names(name)]
@@ -197,7 +202,7 @@ def kronecker(at: Evaluation, damping: float, side: str | None, executor: Execut
         if name in moved and name not in covered
     }
     still = [name for name in at.parameters if name not in moved]
-    return Kronecker(at.parameters, blocks, diagonal, still, tables, executor)
+    return Kronecker(at.parameters, blocks, diagonal, still, tables, replay)
 
 
 def _plain(one: Sharded | Tensor) -> Tensor:
@@ -394,7 +399,6 @@ def tower_factors(
         context = CurvatureContext(
             values=tower.values,
             factors=factors,
-            weight=weight,
             total_weight=total_weight,
             rows=features.total,
             group=group,

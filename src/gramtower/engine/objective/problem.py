@@ -28,15 +28,7 @@ from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower._util import host
-from gramtower._util.host import (
-    PAIR_PRECISIONS,
-    PRECISIONS,
-    default_budget,
-    explained,
-    free_memory,
-    products_in,
-    readable,
-)
+from gramtower._util.host import default_budget, free_memory, readable
 from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import SparseMatrix, extremes
 from gramtower.data.pairs import MatrixLike, as_features, from_sparse, sorting_bytes
@@ -58,8 +50,8 @@ from gramtower.engine.objective.constants import (
     make_constants,
     make_pair_constants,
 )
-from gramtower.engine.objective.cuda_graphs import GraphPool
-from gramtower.engine.objective.gauss_newton import EAGER, Executor, GaussNewton
+from gramtower.engine.objective.cuda_graphs import GraphExecutor, GraphPool
+from gramtower.engine.objective.gauss_newton import GaussNewton
 from gramtower.engine.objective.kronecker import SIDES, Kronecker, kronecker
 from gramtower.engine.objective.planning import Footprint, Orders, Plan, Streamed, make_plan
 from gramtower.engine.objective.regularizers import Regularizer, as_regularizer
@@ -101,7 +93,7 @@ class Point:
         evaluation: the objective at θ.
         parameters: θ, a private copy.
         at: the problem at other parameters.
-        executor: runs gradients and products.
+        executor: replays gradients and products from CUDA graphs; None runs them kernel by kernel.
         spare_bytes: of the memory budget, for the pairs of vectors that secant steps remember.
     """
 
@@ -110,7 +102,7 @@ class Point:
         evaluation: Evaluation,
         parameters: Parameters,
         at: Callable[[Parameters], Point],
-        executor: Executor = EAGER,
+        executor: GraphExecutor | None = None,
         spare_bytes: int = 0,
     ) -> None:
         self.evaluation, self.parameters, self._at, self.executor = evaluation, parameters, at, executor
@@ -172,7 +164,7 @@ class Point:
     @torch.no_grad()
     def gradient(self) -> Parameters:
         """∇L(θ) by eq:final_grad: one vjp of each tower, two passes over O."""
-        return self.executor.gradient(self.evaluation.gradient)
+        return self.evaluation.gradient() if self.executor is None else self.executor.gradient()
 
     def gauss_newton(self, damping: float = 0.0) -> GaussNewton:
         """G of eq:general_G as a linear operator; ``G @ d`` by eq:final_Gd. ``damping`` is added to λ only in G."""
@@ -189,7 +181,7 @@ class Point:
             if self.evaluation.towers.share_parameters:
                 check.fail("side", repr(side), "None, as the towers share parameters")
         damping = check.number("damping", damping, minimum=0.0)
-        return kronecker(self.evaluation, damping, side, self.executor.unbound)
+        return kronecker(self.evaluation, damping, side, None if self.executor is None else self.executor.apply)
 
     def at(self, parameters: Parameters) -> Point:
         """The problem at other parameters."""
@@ -297,8 +289,8 @@ class Problem:
         self.memory_budget = None if memory_budget is None else check.memory_size("memory_budget", memory_budget)
         self.planned_budgets: dict[torch.device, int] = {}  # by device, what evaluations there were planned with
         self.kernels = check.choice("kernels", kernels, BACKENDS)
-        self.precision = check.choice("precision", precision, PRECISIONS)
-        self.pair_precision = check.choice("pair_precision", pair_precision, PAIR_PRECISIONS)
+        self.precision = check.choice("precision", precision, host.PRECISIONS)
+        self.pair_precision = check.choice("pair_precision", pair_precision, host.PAIR_PRECISIONS)
         self.work = Work()
         self.graphs = self.regularizer is None  # small problems on a GPU run from CUDA graphs; a user's code does not
         self._graph_pool: tuple[tuple[Any, ...], GraphPool] | None = None
@@ -339,7 +331,7 @@ class Problem:
         present = towers.parameters()
         if parameters is not None:
             present.vector.copy_(as_parameters("parameters", parameters, present).vector)
-        with explained(self.memory_budget):
+        with host.explained(self.memory_budget):
             return self._evaluate(towers, present)
 
     def plan(self, towers: Towers) -> Plan:
@@ -373,7 +365,7 @@ class Problem:
         """The objective at parameters, over resident or streamed left rows."""
         kernels, constants = select(towers.device, self.kernels), self.constants(towers)
         blocks = plan.left, plan.right
-        with products_in(self.precision):
+        with host.products_in(self.precision):
             left, right = towers.linearize(theta, self.left, self.right, kernels, blocks, self.work, scratch)
         pairs = self._blocks_of_pairs(towers, plan.streamed)
         return Evaluation(constants, towers, theta, pairs, left, right, kernels, self.work)

@@ -15,7 +15,7 @@ tower and two passes over O; with streamed blocks, one more forward of the left 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 import torch
@@ -44,38 +44,25 @@ class Moments:
     squares: tuple[Tensor | None, Tensor | None]
 
 
+@dataclass(eq=False, repr=False)
 class Evaluation:
     """The objective at parameters θ. Its public interface is Point.
-
-    Attributes:
-        parameters: θ, a private copy.
-        constants: of the objective.
-        pairs: the observed pairs, in blocks of left rows.
-        left: the left tower, at θ over all rows if they are resident, and not yet run if they are streamed.
-        right: the right tower at θ.
-        stream: a side stream for the right side's work.
 
     Over several processes P and Q are the rows held here; values, Gramians and dot products are those of all.
     """
 
-    def __init__(
-        self,
-        constants: Constants,
-        towers: Towers,
-        parameters: Parameters,
-        pairs: PairBlocks,
-        left: Linearization,
-        right: Linearization,
-        kernels: Kernels,
-        work: Work,
-        share: tuple[float, float] = (1, 1),
-    ) -> None:
-        self.constants, self.towers, self.parameters = constants, towers, parameters
-        self.pairs, self.left, self.right, self.kernels, self.work = pairs, left, right, kernels, work
-        self.share = share  # of the observed pairs, and of all pairs, that this evaluation covers
-        self.stream = SideStream()
-        self._taken: dict[int, SideSums] = {}
-        self._block: LeftBlock | None = None  # of all rows, if they are resident
+    constants: Constants  # of the objective
+    towers: Towers
+    parameters: Parameters  # θ, a private copy
+    pairs: PairBlocks  # the observed pairs, in blocks of left rows
+    left: Linearization  # the left tower: at θ over all rows if they are resident, not yet run if they are streamed
+    right: Linearization  # the right tower at θ
+    kernels: Kernels
+    work: Work  # counts what is done
+    share: tuple[float, float] = (1, 1)  # of the observed pairs, and of all pairs, that this evaluation covers
+    stream: SideStream = field(default_factory=SideStream)  # for the right side's work
+    _taken: dict[int, SideSums] = field(default_factory=dict)  # sums of another evaluation, by side
+    _block: LeftBlock | None = None  # of all rows, if they are resident
 
     @property
     def P(self) -> Tensor:
@@ -188,7 +175,7 @@ class Evaluation:
         side, tower, resident = self.constants.left, self.left, self.pairs.resident
         if not resident:
             side, tower = side.rows(start, stop), tower.over(start, stop)
-        return LeftBlock(start, side, pairs, tower, Q, self.kernels, resident)
+        return LeftBlock(start, side, pairs.pairs, pairs.terms, tower, Q, self.kernels, resident)
 
     @torch.no_grad()
     def gradient(
@@ -254,10 +241,10 @@ class Evaluation:
             pending_sums.append((pending, None if self.stream.stream is None else x))
             block.tower.vjp(U, self.towers.local_tensors("left", total), initial[0], flush=False)
 
-        self.left.start_vjp()
+        self.left.values.start_bias_sums()
         self.visit(visit)
         total, initial = start()
-        self.left.flush_bias_sums(self.towers.local_tensors("left", total))
+        self.left.values.flush_bias_sums(self.towers.local_tensors("left", total))
 
         def pull_right() -> None:
             for pending, _ in pending_sums:

@@ -180,9 +180,6 @@ class InputAffine(_Linear):
         in_order = features.kind == "ids" and features.parent is None and self.width == features.rows
         return self.weight if in_order and self.inputs_first else None
 
-    def viewed_table(self, features: Features) -> str | None:
-        return self.fusable_table(features) if self.bias is None else None
-
     def table_rows(self, saved: IdBlock, tensors: Named) -> Tensor:
         return tensors[self.weight][saved.start : saved.stop]
 

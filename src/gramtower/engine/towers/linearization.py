@@ -61,6 +61,12 @@ def check_shape(side: str, y: Tensor, rows: int, columns: int | None) -> None:
         check.fail(f"{side} tower", f"an output of shape {tuple(y.shape)} for {rows} rows", expected)
 
 
+def viewed_table(steps: list[Op], features: Features) -> str | None:
+    """The table of a tower that only looks up its rows, in order: a single step without other parameters."""
+    table = steps[0].fusable_table(features) if len(steps) == 1 else None
+    return table if steps[0].parameters == (table,) else None
+
+
 class Linearization:
     """A tower at θ over the rows of its features, or over a range of them.
 
@@ -141,7 +147,7 @@ class Linearization:
 
         With such a table the outputs are a view of θ, and their change is a view of the direction.
         """
-        return self.steps[0].viewed_table(self.features) if len(self.steps) == 1 else None
+        return viewed_table(self.steps, self.features)
 
     @torch.no_grad()
     def jvp(self, tangent: Named, out: Tensor | None = None) -> Tensor:
@@ -187,8 +193,8 @@ class Linearization:
 
         With ``initial`` the tensor :attr:`fusable_table` of ``out`` is overwritten with its gradient plus
         initial[0] · initial[1]; for a :attr:`viewed_table` the cotangent may be that tensor's rows themselves. Without
-        ``flush`` the sums for biases stay deferred: the caller calls ``start_vjp`` first and ``flush_bias_sums`` last,
-        once for several ranges of rows.
+        ``flush`` the sums for biases stay deferred: the caller calls ``values.start_bias_sums`` first and
+        ``values.flush_bias_sums`` last, once for several ranges of rows.
         """
         if initial is not None and self.viewed_table is not None:
             rows, scale = self._own_rows(out[self.viewed_table]), initial[1]
@@ -196,12 +202,12 @@ class Linearization:
             self.work.add(self.side, "vjps", self._share)
             return
         if flush:
-            self.start_vjp()
+            self.values.start_bias_sums()
         for start, stop, saved in self.saved_blocks():
             self.vjp_block(start, stop, saved, cotangent[start:stop], out, initial)
             del saved  # before the next block's are computed
         if flush:
-            self.flush_bias_sums(out)
+            self.values.flush_bias_sums(out)
         self.work.add(self.side, "vjps", self._share)
 
     def vjp_block(
@@ -213,7 +219,7 @@ class Linearization:
         out: Named,
         initial: tuple[Tensor, float] | None = None,
     ) -> None:
-        """Add the vjp of one block to ``out``, as ``vjp`` does, between ``start_vjp`` and ``flush_bias_sums``."""
+        """Add the vjp of one block to ``out``, as ``vjp`` does, between ``start_bias_sums`` and ``flush_bias_sums``."""
         steps, values, first = self.steps, self.values, self._first
         g: Cotangent | None = cotangent.clone() if steps[-1].overwrites_cotangent else cotangent
         for index in range(len(steps) - 1, -1, -1):
@@ -236,14 +242,6 @@ class Linearization:
         for saved in self._kept:
             for step, kept in zip(self.steps, saved, strict=True):
                 step.precompute(kept)
-
-    def start_vjp(self) -> None:
-        """Discard the sums deferred by an interrupted vjp."""
-        self.values.pending_bias_rows.clear()
-
-    def flush_bias_sums(self, out: Named) -> None:
-        """Add the sums over all blocks that ``vjp_block`` deferred."""
-        self.values.flush_bias_sums(out)
 
     @torch.no_grad()
     def forward_block(self, start: int, stop: int, out: Tensor | None = None) -> tuple[Tensor, list[object]]:

@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gramtower.data.pairs import Features, IdBlock, SparseBlock
+from gramtower.data.pairs import Block, Features, IdBlock, SparseBlock
 from gramtower.distributed.group import Group
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.towers.branches import Join
@@ -108,6 +108,13 @@ class SparseRows:
         raise ValueError(f"sparse features reached {getattr(func, '__name__', func)}; {FIRST_LAYER}")
 
 
+def module_input(block: Block, values: Values) -> Any:
+    """A block of features, or a step's result, as a module gets it: sparse rows, a tensor of ids, or dense rows."""
+    if isinstance(block, SparseBlock):
+        return SparseRows(block, values.kernels)
+    return block.tensor(values.device) if isinstance(block, IdBlock) else block
+
+
 class _Product(torch.autograd.Function):
     """B ↦ X B, or Xᵀ B if ``transposed``."""
 
@@ -172,16 +179,11 @@ class Opaque(Join):
         """module(*x), keeping the graph."""
         given: list[Any] = []
         inputs: dict[int, Tensor] = {}
-        for position, part in enumerate(x):
-            if isinstance(part, SparseBlock):
-                given.append(SparseRows(part, values.kernels))
-            elif isinstance(part, IdBlock):
-                given.append(part.tensor(values.device))
-            elif part.is_floating_point():
-                inputs[position] = part.detach().requires_grad_()
-                given.append(inputs[position])
-            else:
-                given.append(part)
+        for position, block in enumerate(x):
+            part = module_input(block, values)
+            if _is_float(part):
+                inputs[position] = part = part.detach().requires_grad_()
+            given.append(part)
         y, leaves, calls = self._call(given, values)
         names: list[str | int] = [*inputs, *self.names.values()]
         tables = [(name, x_in) for name, x_in, _ in calls if not _is_float(x_in)]

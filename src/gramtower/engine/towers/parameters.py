@@ -12,7 +12,7 @@ curvlinops' PyTorchLinearOperator: vectors are converted in one place, operators
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -234,7 +234,7 @@ class LinearOperator:
     def __matmul__(self, d: Operand) -> Operand:
         """The product with Parameters, a flat vector or a matrix of columns, of the same kind; or a composition."""
         if isinstance(d, LinearOperator):
-            return Composed(self, _as_operator(d, self.like))  # type: ignore[return-value]  # d is no array as well
+            return _composed(self, _as_operator(d, self.like))  # type: ignore[return-value]  # d is no array as well
         if isinstance(d, Parameters):
             return self.product(as_parameters("d", d, self.like))
         if not isinstance(d, (np.ndarray, torch.Tensor)):
@@ -246,17 +246,17 @@ class LinearOperator:
         return product.cpu().numpy() if isinstance(d, np.ndarray) else product
 
     def __add__(self, other: LinearOperator | float) -> LinearOperator:
-        return Sum(self, _as_operator(other, self.like))
+        return _sum(self, _as_operator(other, self.like))
 
     __radd__ = __add__
 
     def __mul__(self, scale: float) -> LinearOperator:
-        return Scaled(self, check.number("scale", scale))
+        return _scaled(self, check.number("scale", scale))
 
     __rmul__ = __mul__
 
     def __neg__(self) -> LinearOperator:
-        return Scaled(self, -1.0)
+        return _scaled(self, -1.0)
 
     def __sub__(self, other: LinearOperator | float) -> LinearOperator:
         return self + -_as_operator(other, self.like)
@@ -271,58 +271,36 @@ class LinearOperator:
         return ScipyOperator(self.shape, matvec=one, rmatvec=other, dtype=dtype)
 
 
-class Identity(LinearOperator):
-    """I."""
+class _Combined(LinearOperator):
+    """An operator made of others, by its product with d, written over ``out`` if given, and its transpose."""
 
-    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        out = d.empty() if out is None else out
-        out.vector.copy_(d.vector)
-        return out
-
-
-class Scaled(LinearOperator):
-    """scale · A."""
-
-    def __init__(self, operator: LinearOperator, scale: float) -> None:
-        super().__init__(operator.like)
-        self.operator, self.scale = operator, scale
+    def __init__(
+        self,
+        like: Parameters,
+        product: Callable[[Parameters, Parameters | None], Parameters],
+        transpose: Callable[[], LinearOperator],
+    ) -> None:
+        super().__init__(like)
+        self._product, self._transpose = product, transpose
 
     @property
     def T(self) -> LinearOperator:
-        return Scaled(self.operator.T, self.scale)
+        return self._transpose()
 
     def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        return self.operator.product(d, out).scale_(self.scale)
+        return self._product(d, out)
 
 
-class Sum(LinearOperator):
-    """A + B."""
-
-    def __init__(self, one: LinearOperator, other: LinearOperator) -> None:
-        super().__init__(one.like)
-        self.one, self.other = one, other
-
-    @property
-    def T(self) -> LinearOperator:
-        return Sum(self.one.T, self.other.T)
-
-    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        return self.one.product(d, out).axpy_(1.0, self.other.product(d))
+def _scaled(A: LinearOperator, scale: float) -> LinearOperator:
+    return _Combined(A.like, lambda d, out: A.product(d, out).scale_(scale), lambda: _scaled(A.T, scale))
 
 
-class Composed(LinearOperator):
-    """A B."""
+def _sum(A: LinearOperator, B: LinearOperator) -> LinearOperator:
+    return _Combined(A.like, lambda d, out: A.product(d, out).axpy_(1.0, B.product(d)), lambda: _sum(A.T, B.T))
 
-    def __init__(self, outer: LinearOperator, inner: LinearOperator) -> None:
-        super().__init__(inner.like)
-        self.outer, self.inner = outer, inner
 
-    @property
-    def T(self) -> LinearOperator:
-        return Composed(self.inner.T, self.outer.T)
-
-    def product(self, d: Parameters, out: Parameters | None = None) -> Parameters:
-        return self.outer.product(self.inner.product(d), out)
+def _composed(A: LinearOperator, B: LinearOperator) -> LinearOperator:
+    return _Combined(B.like, lambda d, out: A.product(B.product(d), out), lambda: _composed(B.T, A.T))
 
 
 def _as_operator(value: LinearOperator | float, like: Parameters) -> LinearOperator:
@@ -330,4 +308,11 @@ def _as_operator(value: LinearOperator | float, like: Parameters) -> LinearOpera
         if value.like.layout.shapes != like.layout.shapes:
             check.fail("operator", "one over other parameters", f"one over the tensors {list(like)[:4]}…")
         return value
-    return Scaled(Identity(like), check.number("operator", value))
+    scale = check.number("operator", value)
+
+    def multiple(d: Parameters, out: Parameters | None) -> Parameters:
+        out = d.empty() if out is None else out
+        torch.mul(d.vector, scale, out=out.vector)
+        return out
+
+    return _Combined(like, multiple, lambda: _as_operator(scale, like))

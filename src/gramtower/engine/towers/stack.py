@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from gramtower._util import checks as check
-from gramtower.data.pairs import Block, Features, IdBlock, SparseBlock
+from gramtower.data.pairs import Block, Features
 from gramtower.engine.kernels import layout
 from gramtower.engine.towers.layers import Affine, Elementwise, InputAffine, Normalise
-from gramtower.engine.towers.opaque import Opaque, SparseRows, call_with
+from gramtower.engine.towers.opaque import Opaque, call_with, module_input
 from gramtower.engine.towers.steps import Names, Op, Values
 from gramtower.engine.towers.trace import Inputs, Untraceable, trace
 
@@ -220,11 +220,6 @@ class _Calls(TorchFunctionMode):
 
 def _run(module: nn.Module, block: Block, values: Values) -> _Calls:
     """Call the module at θ with gradients enabled."""
-    x: Any = block
-    if isinstance(block, SparseBlock):
-        x = SparseRows(block, values.kernels)
-    elif isinstance(block, IdBlock):
-        x = block.tensor(values.device)
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     tensors = {name: t.detach().requires_grad_(name in trainable) for name, t in values.tensors.items()}
     calls = _Calls()
@@ -238,7 +233,7 @@ def _run(module: nn.Module, block: Block, values: Values) -> _Calls:
         hooks.append(part.register_forward_hook(leave))
     try:
         with torch.enable_grad(), calls:
-            calls.result = call_with(module, tensors, x)
+            calls.result = call_with(module, tensors, module_input(block, values))
     finally:
         for hook in hooks:
             hook.remove()

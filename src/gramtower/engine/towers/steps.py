@@ -107,6 +107,10 @@ class Values:
             self.scratch[key] = source.new_empty(rows, columns)
         return self.scratch[key][:rows]
 
+    def start_bias_sums(self) -> None:
+        """Discard the sums that an interrupted vjp deferred."""
+        self.pending_bias_rows.clear()
+
     def defer_bias_sum(self, bias: str | None, g: Cotangent, out: Named) -> None:
         """Keep partial column sums of g for a bias in ``out`` until ``flush_bias_sums``."""
         if bias is not None and bias in out:
@@ -141,7 +145,6 @@ class CurvatureContext:
 
     values: Values  # the tower's tensors
     factors: Factors  # the result, to which a step adds its factors
-    weight: Tensor  # r_i of this process's entities
     total_weight: Tensor  # Σ r_i over all processes
     rows: int  # number of entities of all processes
     group: Group  # the processes
@@ -201,10 +204,6 @@ class Op:
         """For a first step: its table, if ``table_rows`` of all blocks are the table's rows, each once and in order."""
         return None
 
-    def viewed_table(self, features: Features) -> str | None:
-        """For the only step: its table, if the table's rows are the outputs, each once and in order."""
-        return None
-
     def table_rows(self, saved: Any, tensors: Named) -> Tensor:
         """The rows of ``fusable_table`` that a block looks up."""
         raise NotImplementedError
@@ -257,7 +256,7 @@ class Op:
         names = [name for name in self.parameters if name in context.factors.trainable]
         sums = [{name: torch.zeros_like(values.tensors[name]) for name in names} for _ in range(noise.draws)]
         below: Tensor | None = None
-        values.pending_bias_rows.clear()
+        values.start_bias_sums()
         for draw, out in enumerate(sums):
             v = noise.rows(draw, sample.numbers, sample.weight, R)
             g = self.vjp(sample.saved, v, values, out, not context.is_first)

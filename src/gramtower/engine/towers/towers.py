@@ -23,7 +23,7 @@ from gramtower.data.pairs import Features, SparseBlock
 from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import Kernels, select
 from gramtower.engine.towers import stack
-from gramtower.engine.towers.linearization import Linearization, Work, check_shape
+from gramtower.engine.towers.linearization import Linearization, Work, check_shape, viewed_table
 from gramtower.engine.towers.opaque import FIRST_LAYER
 from gramtower.engine.towers.parameters import Layout, Parameters, as_parameters
 from gramtower.engine.towers.stack import Sizes
@@ -49,7 +49,7 @@ class _Prepared:
     @property
     def viewed(self) -> bool:
         """Whether the outputs are the rows of a trained table."""
-        return len(self.steps) == 1 and self.steps[0].viewed_table(self.features) in self.trained
+        return viewed_table(self.steps, self.features) in self.trained
 
     def linearize(self, plan: BlockPlan, work: Work) -> Linearization:
         return Linearization(self.side, self.steps, self.features, self.values, plan, work, self.columns)
