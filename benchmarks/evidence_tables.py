@@ -393,14 +393,15 @@ def table_defaults() -> list[list[str]]:
 
 
 def _selected(kind: str) -> dict[str, dict[int, dict[str, list[float]]]]:
-    """The rows of section cuda of selection.json by set of ids or features, and by split."""
+    """The rows of sections cuda and peers-cuda of selection.json by set of ids or features, and by split."""
     found: dict[str, dict[int, dict[str, list[float]]]] = {}
-    for name, one in load("selection")["cuda"]["sets"].items():
-        data, _, split = name.rpartition(" split ")
-        if data.endswith("+features") == (kind == "features"):
-            rows = {row: result["metrics"] for row, result in one["rows"].items()}
-            found.setdefault(data.removesuffix("+features"), {})[int(split)] = rows
-    return found
+    for section in ("cuda", "peers-cuda"):
+        for name, one in load("selection")[section]["sets"].items():
+            data, _, split = name.rpartition(" split ")
+            if data.endswith("+features") == (kind == "features"):
+                rows = found.setdefault(data.removesuffix("+features"), {}).setdefault(int(split), {})
+                rows |= {row: result["metrics"] for row, result in one["rows"].items()}
+    return dict(sorted(found.items()))
 
 
 def _joined(scores: list[float] | None) -> str:
@@ -439,6 +440,18 @@ def table_peers(kind: str) -> list[list[str]]:
         best, count = first[drawn], drawn.split()[2]
         share = f"{first['default'][-1] / best[-1]:.3f}"
         rows.append([data, *map(_joined, (first["default"], *found)), f"{_joined(best)} ({count})", share])
+    return rows
+
+
+def table_without() -> list[list[str]]:
+    """The default on sets with features on both sides, and relative to it with one setting as the rule has it."""
+    sets = load("selection")["without-cuda"]["sets"]
+    names = sorted({row for one in sets.values() for row in one["rows"]} - {"default"})
+    rows = [["MAP@5 / Recall@20", "default", *names]]
+    for data, one in sets.items():
+        found = {row: result["metrics"] for row, result in one["rows"].items()}
+        parts = [[a / b for a, b in zip(found[name], found["default"], strict=True)] for name in names]
+        rows.append([data.replace("+features", ""), *map(_joined, (found["default"], *parts))])
     return rows
 
 
@@ -494,7 +507,7 @@ def list_scores() -> dict[str, dict[str, float]]:
     Both are means over splits; a model is compared on the splits that it was run on.
     """
     splits: dict[str, dict[str, float]] = {}
-    for section in ("cuda", "random-cuda"):
+    for section in ("cuda", "peers-cuda"):
         for name, one in load("selection").get(section, {}).get("sets", {}).items():
             if one.get("metrics", ["recall@20", "ndcg@20"])[-1] == "ndcg@20" and "+features" not in name:
                 for row, result in one["rows"].items():

@@ -185,7 +185,7 @@ def test_tables_of_held_out_pairs_are_read_with_their_context(fitted):
     model, _, test = fitted
     assert model.evaluate(test, left="user", right="item") == model.evaluate(read(test))
     rows = {name: test[name] for name in ("user", "item", "device")}
-    by_table, by_pairs = (model.fitted_.calibrated(one, "platt", "all", 0) for one in (rows, read(test)))
+    by_table, by_pairs = (model.fitted_.calibrated(one, "platt") for one in (rows, read(test)))
     assert by_table.calibration == by_pairs.calibration
     with pytest.raises(ValueError, match="context: got 'device'"):
         model.evaluate({name: test[name] for name in ("user", "item")})

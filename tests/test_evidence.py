@@ -140,7 +140,7 @@ def test_the_picture_compares_models_on_the_same_splits(tables, tmp_path, monkey
 
     sets = {"a split 0": split(default=0.2, EASE=0.1, popularity=0.05), "a split 1": split(default=0.4, EASE=0.4)}
     more = {"a split 0": {"rows": {"best of 9 random settings": {"metrics": [0.5, 0.22]}}}}
-    (tmp_path / "selection.json").write_text(json.dumps({"cuda": {"sets": sets}, "random-cuda": {"sets": more}}))
+    (tmp_path / "selection.json").write_text(json.dumps({"cuda": {"sets": sets}, "peers-cuda": {"sets": more}}))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     found = tables.list_scores()["a"]
     assert found["best of random settings"] == pytest.approx(1.1)

@@ -23,7 +23,7 @@ WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "posix", "crypt", "syslog")
 NAMES = {
     "os": """sched_getaffinity sched_setaffinity sysconf uname fork forkpty register_at_fork memfd_create mkfifo mknod
-        getuid geteuid getgid getloadavg posix_fadvise statvfs killpg setsid nice O_CLOEXEC""",
+        getuid geteuid getgid getloadavg posix_fadvise killpg setsid nice O_CLOEXEC""",
     "signal": "SIGHUP SIGKILL SIGUSR1 SIGUSR2 SIGALRM SIGCHLD SIGPIPE SIGQUIT alarm pthread_sigmask set_wakeup_fd",
     "mmap": "MADV_NOHUGEPAGE MADV_HUGEPAGE MADV_DONTNEED MADV_WILLNEED",
     "socket": "AF_UNIX SO_REUSEPORT",

@@ -7,18 +7,18 @@ show. :func:`select` holds out a part of the data, fits the rest along a path of
     features on a side           path over λ; a sample of the entities of that side is held out with all their pairs
     histories                    path over μ and λ together; pairs are held out, because known entities have them
 
-The path starts at the rule's value (defaults.py) and moves up by a factor while the metric does not fall, or down while
-it improves. Of points whose difference to the best is within one standard error of that difference, the one with the
-strongest penalty is preferred.
+The path starts at the rule's value (defaults.py) and moves up by a factor until the metric falls by more than one
+standard error, or down while it improves by more than that.
 
 Towers over ids start from the parameters of the point before, as glmnet does. The first point takes all iterations of a
 fit and the next ones half of them: after a quarter a stronger penalty still ranks like the weaker one that it started
-from. If the best point is preferred, the top of the polynomial through it and its neighbours is taken.
+from. The penalty is the top of the polynomial through the best point and its neighbours. To prefer the strongest
+point within one standard error of the best instead ranked new data worse.
 
 Networks over features start from scratch, because from another point they end elsewhere, and are narrower than those of
 the fit. They are ranked after a third, a half, two thirds and all of the iterations, and the best number of them is
 chosen with the penalty: networks that follow their training pairs more closely than new entities allow stop early. The
-rule's penalty stays if it is within one standard error of the best. Where features describe both sides, linear and
+rule's penalty stays unless another one gains two standard errors. Where features describe both sides, linear and
 normalised towers are compared at the rule's value first.
 
 At the best penalty other objectives are compared with the default, one after the other, and a change stays if it gains
@@ -358,10 +358,7 @@ class _Search:
             if best.metric - first.metric <= _SURE * self.error(first, best):
                 best = first
             return self.alternative(best), self.factor**best.exponent
-        level = [point for point in walked if best.metric - point.metric <= self.error(point, best)]
-        strongest = max(level, key=lambda point: point.exponent)
-        exponent = _top(walked, best) if strongest is best else strongest.exponent
-        return self.alternative(best), self.factor**exponent
+        return self.alternative(best), self.factor ** _top(walked, best)
 
     def first(self) -> _Point:
         """The best shape of towers at the rule's penalties; linear and normalised ones need features on both sides."""

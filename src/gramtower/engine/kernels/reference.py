@@ -82,52 +82,51 @@ class RowSystems:
     steps: int  # of conjugate gradient, at most
     tolerance: float  # relative residual at which a row's ends
 
+    def solve(
+        self,
+        x: Tensor,
+        c: Tensor,
+        dots: Callable[[Tensor], Tensor],
+        add_sum: Callable[[Tensor, Tensor, Tensor], None],
+        B: Tensor,
+    ) -> Tensor:
+        """Solve all rows at once, with the numbers x and c of each pair and the other side's embeddings B.
 
-def solve_rows(
-    rows: RowSystems,
-    x: Tensor,
-    c: Tensor,
-    dots: Callable[[Tensor], Tensor],
-    add_sum: Callable[[Tensor, Tensor, Tensor], None],
-    B: Tensor,
-) -> Tensor:
-    """Solve all rows at once, with the numbers x and c of each pair and the other side's embeddings B.
-
-    ``dots(D)`` are d_i · b_j of each pair, and ``add_sum(z, E, out)`` adds Σ_j z_ij e_j to out_i. Where a row's pairs
-    are spread over processes, ``add_sum`` adds those of all.
-    """
-    base = torch.outer(rows.weight, rows.spectrum) + rows.shift[:, None]
-    g, diagonal = base * rows.y - rows.weight[:, None] * rows.pull, base.clone()
-    add_sum(x, B, g)
-    add_sum(c, B * B, diagonal)
-    torch.maximum(diagonal, rows.shift[:, None], out=diagonal)  # but for rounding it is more
-    s, r = rows.y.zero_(), -g
-    z = r / diagonal
-    p, rz = z.clone(), (r * z).sum(1)
-    enough = rows.tolerance**2 * rz
-    for _ in range(rows.steps):
-        product = base * p
-        add_sum(c * dots(p), B, product)
-        bend = (p * product).sum(1)
-        goes_on = (rz > enough) & (bend > 0)
-        size = torch.where(goes_on, rz / bend, 0.0)
-        s += size[:, None] * p
-        r -= size[:, None] * product
+        ``dots(D)`` are d_i · b_j of each pair, and ``add_sum(z, E, out)`` adds Σ_j z_ij e_j to out_i. Where a row's
+        pairs are spread over processes, ``add_sum`` adds those of all.
+        """
+        base = torch.outer(self.weight, self.spectrum) + self.shift[:, None]
+        g, diagonal = base * self.y - self.weight[:, None] * self.pull, base.clone()
+        add_sum(x, B, g)
+        add_sum(c, B * B, diagonal)
+        torch.maximum(diagonal, self.shift[:, None], out=diagonal)  # but for rounding it is more
+        s, r = self.y.zero_(), -g
         z = r / diagonal
-        after = (r * z).sum(1)
-        turn = torch.where(goes_on, after / rz, 0.0)
-        p, rz = z + turn[:, None] * p, torch.where(goes_on, after, 0.0)
-    return g.double().square().sum()
+        p, rz = z.clone(), (r * z).sum(1)
+        enough = self.tolerance**2 * rz
+        for _ in range(self.steps):
+            product = base * p
+            add_sum(c * dots(p), B, product)
+            bend = (p * product).sum(1)
+            goes_on = (rz > enough) & (bend > 0)
+            size = torch.where(goes_on, rz / bend, 0.0)
+            s += size[:, None] * p
+            r -= size[:, None] * product
+            z = r / diagonal
+            after = (r * z).sum(1)
+            turn = torch.where(goes_on, after / rz, 0.0)
+            p, rz = z + turn[:, None] * p, torch.where(goes_on, after, 0.0)
+        return g.double().square().sum()
 
 
 def solve_left(pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor:
     """For each left row i, A_i s_i ≈ −g_i by conjugate gradient over its own diagonal; returns Σ ‖g_i‖², s over y."""
-    return solve_rows(rows, x, c, lambda D: dots(pairs, D, B), partial(left_sum, pairs), B)
+    return rows.solve(x, c, lambda D: dots(pairs, D, B), partial(left_sum, pairs), B)
 
 
 def solve_right(pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor:
     """The same for each right row j, with A gathered."""
-    return solve_rows(rows, x, c, lambda D: dots(pairs, A, D), partial(right_sum, pairs), A)
+    return rows.solve(x, c, lambda D: dots(pairs, A, D), partial(right_sum, pairs), A)
 
 
 def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:

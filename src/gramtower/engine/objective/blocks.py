@@ -25,7 +25,7 @@ from gramtower.distributed.shards import Shards
 from gramtower.engine.kernels import Kernels
 from gramtower.engine.kernels.elementwise import LossTerms, Observed
 from gramtower.engine.kernels.layout import Order
-from gramtower.engine.kernels.reference import RowSystems, solve_rows
+from gramtower.engine.kernels.reference import RowSystems
 from gramtower.engine.objective.constants import PairConstants
 from gramtower.engine.objective.formulas import Side
 from gramtower.engine.towers.linearization import Linearization
@@ -119,7 +119,7 @@ class LeftBlock:
         def add_sum(z: Tensor, E: Tensor, out: Tensor) -> None:
             shards.add_right_sum(out, lambda total: self.right_sum(z, E, total)).wait()
 
-        return solve_rows(systems, x, c, dots, add_sum, others)
+        return systems.solve(x, c, dots, add_sum, others)
 
 
 class PairBlocks:
