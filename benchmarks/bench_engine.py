@@ -102,7 +102,8 @@ def product() -> None:
     G, d = point.gauss_newton(), towers.parameters()
     out = d.empty()
     gemms = [_tower_products(rows, (256, 256, 128)) for rows in (m, n)]
-    centred = gt.Problem(paper_shape("ml1m"), imputed="fitted").at(towers).gauss_newton()
+    fitted = gt.Problem(paper_shape("ml1m"), imputed="fitted")
+    centred = fitted.at(towers).gauss_newton()
     times = side_by_side(
         {
             "product": lambda: G.product(d, out),
