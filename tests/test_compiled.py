@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import numpy as np
 import pytest
+from numba.core.dispatcher import Dispatcher
 
 from gramtower._util import compiled as module
-from gramtower._util.compiled import compiled
+from gramtower._util.compiled import CodeFiles, compiled
 
 READ_ONLY = """
 import warnings
-from pathlib import Path
 import numpy as np
 import scipy.sparse as sp
+from numba.core.caching import CacheImpl
 
+CacheImpl._locator_classes = []  # as if site-packages, home and NUMBA_CACHE_DIR could not be written
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    from gramtower._util import compiled
-    compiled.__file__ = "/dev/null/compiled.py"  # as if site-packages could not be written, nor home, NUMBA_CACHE_DIR
     import gramtower as gt
     from gramtower.retrieval.topk import top_k
 
@@ -37,58 +36,43 @@ with warnings.catch_warnings(record=True) as caught:
 print(sum("NUMBA_CACHE_DIR" in str(w.message) for w in caught))
 """
 
-PROCESS = """
-import sys
-import importlib.util
-from gramtower._util.compiled import compiled
 
-spec = importlib.util.spec_from_file_location("twice", sys.argv[1])
-twice = importlib.util.module_from_spec(spec)
-sys.modules["twice"] = twice
-spec.loader.exec_module(twice)
-made = compiled()(twice.twice)
-sys.stdin.readline()  # all processes compile at the same time
-print(made(eval(sys.argv[2])), sum(made.stats.cache_hits.values()), flush=True)
-"""
+@pytest.fixture(autouse=True)
+def _anew(monkeypatch):
+    monkeypatch.setattr(module, "_warned", False)
+
+
+def test_where_nothing_can_be_written_kernels_and_lists_work_and_say_so_once():
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", READ_ONLY], capture_output=True, text=True, env=environment)
+    assert done.stdout.split() == ["True", "True", "1"], done.stderr
 
 
 def twice(x):  # pragma: no cover
     return 2 * x
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "_locks", [])
-    yield tmp_path
-    _end_process()
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), EOFError()])
+def test_a_cache_that_fails_later_is_done_without(error):
+    made = compiled()(twice)
 
+    def fail(*_):
+        raise error
 
-def _end_process():
-    """Give up the folder, as a process does when it ends."""
-    module._own_folder.cache_clear()
-    module._content.cache_clear()
-    for lock in module._locks:
-        os.close(lock)
-    module._locks.clear()
-
-
-def kept(folder):
-    return sorted(folder.rglob("*.nbc"))
-
-
-def test_where_nothing_can_be_written_kernels_and_lists_work_and_say_so_once():
-    unwritable = {"NUMBA_CACHE_DIR": "/dev/null/numba", "XDG_CACHE_HOME": "/dev/null/cache"}
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | unwritable
-    done = subprocess.run([sys.executable, "-c", READ_ONLY], capture_output=True, text=True, env=environment)
-    assert done.stdout.split() == ["True", "True", "1"], done.stderr
-
-
-def test_a_full_disk_is_not_written_to(folder, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    made._cache._cache_file.load = made._cache._cache_file.save = fail
     with pytest.warns(RuntimeWarning, match="NUMBA_CACHE_DIR"):
-        assert compiled()(twice)(3) == 6
-    assert kept(folder) == []
+        assert made(3) == 6
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made(1.5) == 3.0
+
+
+def test_a_numba_that_keeps_code_in_another_way_compiles_in_every_process(monkeypatch):
+    monkeypatch.setattr(Dispatcher, "enable_caching", lambda made: setattr(made, "_cache", object()))
+    monkeypatch.setattr(module, "_warned", False)
+    with pytest.warns(RuntimeWarning, match="numba"):
+        twice = compiled()(lambda x: 2 * x)
+    assert twice(3) == 6
 
 
 def test_without_compilation_functions_stay_plain(monkeypatch):
@@ -96,11 +80,20 @@ def test_without_compilation_functions_stay_plain(monkeypatch):
     assert compiled(nogil=True)(twice)(np.int64(2)) == 4
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def kept(folder):
+    return sorted(folder.rglob("*.gtc"))
+
+
 def test_the_next_one_loads_what_was_compiled(folder):
     assert compiled()(twice)(3) == 6
     (file,) = kept(folder)
     content = file.read_bytes()
-    _end_process()
     again = compiled()(twice)
     assert again(5) == 10
     assert sum(again.stats.cache_hits.values()) == 1
@@ -109,52 +102,31 @@ def test_the_next_one_loads_what_was_compiled(folder):
     assert file.read_bytes() == content
 
 
-def test_files_that_a_power_failure_left_empty_are_written_anew(folder):
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "digest"])
+def test_a_damaged_file_is_not_used_and_is_written_anew(folder, damage):
     compiled()(twice)(3)
-    for file in folder.rglob("*.nb?"):
-        file.write_bytes(b"")
-    _end_process()
-    assert compiled()(twice)(3) == 6
-    _end_process()
+    (file,) = kept(folder)
+    whole = file.read_bytes()
+    place = 5 if damage == "digest" else len(whole) // 2
+    flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+    file.write_bytes({"cut": whole[:place], "empty": b""}.get(damage, flipped))
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        assert compiled()(twice)(3) == 6
     after = compiled()(twice)
     assert after(3) == 6
     assert sum(after.stats.cache_hits.values()) == 1
 
 
-def test_processes_at_the_same_time_do_not_mix_their_files(tmp_path):
-    """numba's numbered files allow it: code for floats where integers were asked."""
-    source = tmp_path / "twice.py"
-    source.write_text("def twice(x):\n    return 2 * x\n")
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-
-    def answers(*values):
-        running = [
-            subprocess.Popen(
-                [sys.executable, "-c", PROCESS, str(source), value],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-            )
-            for value in values
-        ]  # fmt: skip
-        for one in running:
-            one.stdin.write("\n")
-            one.stdin.flush()
-        return [one.communicate()[0].split() for one in running]
-
-    assert answers("3", "1.5") == [["6", "0"], ["3.0", "0"]]
-    places = {file.relative_to(tmp_path / "cache").parts[:2] for file in kept(tmp_path / "cache")}
-    assert places == {("gramtower-compiled", "0"), ("gramtower-compiled", "1")}
-    assert answers(str(2**62 - 1))[0][0] == str(2**63 - 2)  # a float would have lost the last place
-
-
-def test_a_process_starts_with_the_code_of_the_others(folder):
-    compiled()(twice)(3)
-    held, module._locks = module._locks, []  # another process, while the first one runs
-    module._own_folder.cache_clear()
-    other = compiled()(twice)
-    assert other(5) == 10
-    assert sum(other.stats.cache_hits.values()) == 1
-    assert {Path(file).relative_to(folder).parts[1] for file in kept(folder)} == {"0", "1"}
-    module._locks += held
+def test_a_file_under_another_ones_name_is_not_used(folder):
+    """What numba's numbered files allow when two processes save at once: code for floats where integers were asked."""
+    made = compiled()(twice)
+    made(3)
+    (integers,) = kept(folder)
+    made(1.5)
+    (floats,) = set(kept(folder)) - {integers}
+    integers.write_bytes(floats.read_bytes())
+    with pytest.warns(RuntimeWarning, match="another function"):
+        assert compiled()(twice)(2**62 - 1) == 2**63 - 2  # a float would have lost the last place
 
 
 @pytest.fixture
@@ -171,11 +143,24 @@ def defined(monkeypatch):
     return define
 
 
+def test_processes_that_save_at_once_do_not_mix_their_files(folder, defined):
+    (folder / "f.py").write_text("def f():\n    return 1\n")
+    one, other = (CodeFiles(str(folder), "f", defined(folder / "f.py")) for _ in range(2))
+    assert one.load("integers") is None
+    assert other.load("floats") is None
+    one.save("integers", 1)
+    other.save("floats", 2)
+    assert (other.load("integers"), one.load("floats")) == (1, 2)
+    (folder / "changed").mkdir()
+    (folder / "changed" / "f.py").write_text("def f():\n    return 2\n")  # the same size, other content
+    assert CodeFiles(str(folder), "f", defined(folder / "changed" / "f.py")).load("integers") is None
+
+
 def test_code_is_compiled_anew_when_a_function_that_it_calls_was_changed_in_another_file(folder, defined):
     (folder / "outer.py").write_text("def outer(x):\n    return inner(x)\n")
     results = []
     for factor in (2, 3):
-        _end_process()
+        module._content.cache_clear()  # as in another process
         (folder / "inner.py").write_text(f"def inner(x):\n    return {factor} * x\n")
         inner = compiled(inline="always")(defined(folder / "inner.py"))
         results.append(compiled()(defined(folder / "outer.py", inner=inner))(5))

@@ -117,7 +117,7 @@ def test_commands_and_requests_of_pages_run(page, tmp_path, monkeypatch, capsys)
 
 def ask(words, folder):
     """The answer of a server to a request by curl."""
-    cases = pytest.importorskip("serving_cases", reason="the server needs fastapi")
+    cases = pytest.importorskip("serving_cases", reason="the server needs starlette")
     from gramtower.data import frames
     from gramtower.serving.snapshot import Source, TableSource
 

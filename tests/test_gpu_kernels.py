@@ -308,8 +308,8 @@ def all_passes(pairs, P, W, Q, H, zeros):
     sums = [zeros(matrix) for matrix in (P, P, P, P, Q)]
     gpu.left_sum(pairs, x, Q, sums[0])
     bent = gpu.curvature_left(pairs, x, P, W, Q, H, sums[1])
-    slopes = gpu.loss_left(pairs, P, Q, terms, sums[2])[0]
-    curved = gpu.loss_left(pairs, P, Q, terms, sums[3], (W, H))[0]
+    slopes = gpu.loss_left(pairs, P, Q, terms, sums[2])
+    curved = gpu.loss_left(pairs, P, Q, terms, sums[3], (W, H))
     gpu.right_sum(pairs, x, P, sums[4])
     return [gpu.dots(pairs, P, Q), bent, slopes, curved, *(matrix[-2:] for matrix in sums)]
 

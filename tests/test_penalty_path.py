@@ -16,7 +16,10 @@ from gramtower._util.checks import check_hidden
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import per_user
 from gramtower.distributed.partition import write_partition
+from gramtower.experiments import figures
+from gramtower.experiments.tuning import search
 from gramtower.model import penalty_path
+from gramtower.model.fitted import Selection
 from gramtower.model.penalty_path import _held_pairs
 from gramtower.model.unseen import UnseenValidator
 from gramtower.training.loop import minimize
@@ -152,6 +155,25 @@ def test_networks_that_follow_their_pairs_too_closely_stop_where_new_entities_ra
     assert model.history_[-1].iteration == count
     assert (model.hidden_, model.dim_) == (check_hidden(path.chosen["hidden"]), path.chosen["dim"])
     assert model.fit(*data, warm_start=True).history_[-1].iteration <= count
+
+
+def test_iterations_of_newton_kron_are_not_those_of_another_optimizer():
+    model = small(hidden=None, dim=None, optimizer="lbfgs", max_iterations="auto").fit(*misleading())
+    assert not {"max_iterations", "hidden", "dim"} & set(model.path_.chosen)
+
+
+def test_the_plot_joins_points_that_stopped_after_different_iterations():
+    tried = [({"l2": 1.0, "max_iterations": 4}, 0.2, 0.01), ({"l2": 4.0}, 0.3, 0.01), ({"l2": 0.25}, 0.1, 0.01)]
+    axis = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    figures._path(axis, tried, "ndcg@20")
+    assert len(axis.containers) == 1
+
+
+def test_trials_of_a_search_may_have_other_sizes_and_iterations_than_a_chosen_early_stop():
+    chosen = {"normalize": True, "l2": 2.0, "hidden": ((64,), (64,)), "dim": 32, "max_iterations": 4}
+    assert search._lasting(Selection("ndcg@20", "", chosen=chosen)) == {"normalize": True, "l2": 2.0}
+    linear = chosen | {"hidden": ((), ())}
+    assert search._lasting(Selection("ndcg@20", "", chosen=linear))["hidden"] == ((), ())
 
 
 def test_iterations_and_sizes_that_are_given_are_not_chosen():

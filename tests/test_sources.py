@@ -354,3 +354,12 @@ def test_broken_configs_name_the_file(text, message, tmp_path):
 def test_options_that_no_toml_parser_takes_are_text():
     for value in ("[" * 3000, "9" * 5000):
         assert parse_option(f"x={value}") == ("x", value)
+
+
+def test_chunks_end_at_lines_that_are_not_between_quotes(monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK", 16)
+    text = b'a,"x\ny\nz"\n' * 20 + b"b,1\n"
+    chunks = list(sources.whole_lines([text[i : i + 7] for i in range(0, len(text), 7)], b'"'))
+    assert b"".join(chunks) == text
+    assert all(chunk.count(b'"') % 2 == 0 and chunk.endswith(b"\n") for chunk in chunks)
+    assert len(chunks) > 5

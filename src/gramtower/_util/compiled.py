@@ -1,114 +1,150 @@
-"""``compiled``: ``numba.njit`` with a cache of machine code on disk, which several processes can use at the same time.
+"""``compiled``: compiles a function with numba and keeps the machine code on disk for the next process.
 
-numba numbers the files of a function's cache in an index. Two processes that add to one index can give one number to
-two signatures, and the next process would run code for integers on floats. Each process therefore holds the lock of a
-folder of its own, 0, 1, …, as long as it runs, into which it first copies functions that only other folders have. numba
-notices a change of a function's own file, but not of another file with functions that it calls; so the cache of a
-function is below a digest of all these files. Below a digest, entries are only added, so that copies are consistent.
-
-The files are unpickled, so only trusted users may write to the folder. If no folder can be written, functions are
-compiled in each process, with one warning. GRAMTOWER_CACHE=0 turns the cache off.
+Code is kept where numba would keep it, but in files of our own: numba numbers its files in an index, and two processes
+that compile at the same time may give one number to two signatures. Here each file holds one function for one signature
+and processor; its name is a digest of these, of the sources of the function and all that it calls, and of the versions.
+Files are replaced atomically and begin with a digest of their content; damaged ones are rewritten. They are unpickled,
+so the folder must be writable only by its user. If no file can be written, functions are compiled in each process, with
+one warning. GRAMTOWER_CACHE=0 turns the cache off.
 """
 
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
-import shutil
+import pickle
+import platform
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numba
 from numba import config, njit
-from numba.extending import is_jitted
+from numba.core.serialize import dumps
 
-from gramtower._util.files import take_lock
+from gramtower._util.files import replacing
 
 CACHE = "GRAMTOWER_CACHE"  # "0" in the environment turns the cache off
-_ROOM = 1 << 26  # bytes that must be free on the disk
-_locks: list[int | None] = []  # held until the process ends
+_UNUSABLE = (  # of a cache: unwritable, or its files not what this numba wrote
+    OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError, RuntimeError,
+    pickle.PickleError,
+)  # fmt: skip
+_THEN = "every process has to compile, which takes seconds; set NUMBA_CACHE_DIR to a writable folder"
+_THEN_NOT = "every process has to compile, which takes seconds; use a version that gramtower was tested with"
+_warned = False
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., object]], Any]:
     """Decorate a function with ``njit`` and a cache on disk (none for functions that are always inlined)."""
 
     def decorate(function: Callable[..., object]) -> Any:
-        chosen: str = config.CACHE_DIR  # type: ignore[attr-defined]
-        uncached = "inline" in options or config.DISABLE_JIT or os.environ.get(CACHE) == "0"  # type: ignore[attr-defined]
-        folder = None if uncached else _own_folder(chosen)
-        if folder is None:
-            return njit(**options)(function)
-        config.CACHE_DIR = str(folder / _digest(function))  # type: ignore[attr-defined]
+        made = njit(**options)(function)
+        if "inline" in options or config.DISABLE_JIT or os.environ.get(CACHE) == "0":  # type: ignore[attr-defined]
+            return made
         try:
-            return njit(cache=True, **options)(function)
-        finally:
-            config.CACHE_DIR = chosen  # type: ignore[attr-defined]
+            _keep(made)
+        except (RuntimeError, OSError):  # no place that can be written
+            _warn_once("no folder for compiled code can be written")
+        except (AttributeError, TypeError):  # the cache is not part of numba's public interface
+            _warn_once("this version of numba keeps compiled code in another way", _THEN_NOT)
+            return njit(**options)(function)
+        return made
 
     return decorate
 
 
-@cache
-def _own_folder(chosen: str) -> Path | None:
-    """Take a folder that no other running process uses: in the chosen one, next to this file, or in the user's cache.
-
-    The result is None, with a warning, if none of them can be written.
-    """
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    for root in (*([Path(chosen)] if chosen else []), Path(__file__).parent / "__pycache__", user):
-        with suppress(OSError):
-            return _take_folder(root / "gramtower-compiled")
-    warnings.warn(
-        "no folder for compiled code can be written: every process has to compile, which takes seconds; set "
-        "NUMBA_CACHE_DIR to a writable folder",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    return None
+def _keep(made: Any) -> None:
+    """Replace the cache of a compiled function by CodeFiles, in the folder that numba chooses."""
+    made.enable_caching()
+    cache = made._cache
+    files = CodeFiles(cache.cache_path, cache._impl.filename_base, made.py_func)
+    steps = {name: _tolerant(getattr(cache, name), cache.cache_path) for name in ("load_overload", "save_overload")}
+    if not hasattr(cache, "_cache_file"):
+        raise AttributeError("_cache_file")
+    cache._cache_file = files
+    for name, step in steps.items():
+        setattr(cache, name, step)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_own_folder.cache_clear)
+def _tolerant(step: Callable[..., object], folder: str) -> Callable[..., object]:
+    """Wrap a step of the cache: it does nothing if its files cannot be used."""
+
+    def guarded(*arguments: object) -> object:
+        try:
+            return step(*arguments)
+        except Damaged as error:
+            _warn_once(f"of the compiled code in {folder}, {error} is not used", "it is compiled and written again")
+        except _UNUSABLE as error:
+            why = getattr(error, "strerror", None) or "a damaged file"
+            _warn_once(f"compiled code cannot be kept in {folder} ({why})")
+        return None
+
+    return guarded
 
 
-def _take_folder(root: Path) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(root).free < _ROOM:
-        raise OSError(f"{root}: the disk is full")
-    for number in itertools.count():
-        with suppress(BlockingIOError):
-            _locks.append(take_lock(root / f"{number}.lock"))
-            break
-    folder = root / str(number)
-    for file in folder.rglob("*.nb?"):
-        if not file.stat().st_size:  # numba does not wait for the disk: the power may have failed
-            file.unlink()
-    for index in root.rglob("*.nbi"):
-        place = folder.joinpath(*index.relative_to(root).parts[1:-1])
-        if not (place / index.name).exists():
-            place.mkdir(parents=True, exist_ok=True)
-            for file in (*index.parent.glob(f"{index.stem}.*.nbc"), index):  # a killed process leaves no index
-                shutil.copy(file, place)
-    return folder
+def _warn_once(reason: str, then: str = _THEN) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(f"{reason}: {then}", RuntimeWarning, stacklevel=2)
 
 
-def _digest(function: Callable[..., object]) -> str:
-    """A digest of numba's version and the source files of a function and of the compiled functions it may call."""
+ENDING = ".gtc"
+_DIGEST = 32  # bytes of SHA-256
+
+
+class Damaged(ValueError):
+    """A file differs from what was written."""
+
+
+class CodeFiles:
+    """The files of one function, which replace numba's index and numbered files."""
+
+    def __init__(self, folder: str, base: str, function: Callable[..., object]) -> None:
+        self.folder, self.base, self.function = Path(folder), base, function
+
+    def path(self, key: object) -> Path:
+        """The file for a signature and processor."""
+        contents = [_content(source) for source in sources(self.function)]
+        of = repr((key, contents, numba.__version__, platform.python_version()))
+        return self.folder / f"{self.base}.{hashlib.sha256(of.encode()).hexdigest()[:32]}{ENDING}"
+
+    def load(self, key: object) -> object:
+        """Load the code for a key; None if there is none."""
+        try:
+            stored = self.path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        if hashlib.sha256(stored[_DIGEST:]).digest() != stored[:_DIGEST]:
+            raise Damaged("a damaged file")
+        known, data = pickle.loads(stored[_DIGEST:])
+        if known != key:
+            raise Damaged("a file of another function")
+        return data
+
+    def save(self, key: object, data: object) -> None:
+        content: bytes = dumps((key, data))  # type: ignore[no-untyped-call]
+        with replacing(self.path(key)) as partial:
+            partial.write_bytes(hashlib.sha256(content).digest() + content)
+
+    def flush(self) -> None:
+        """Do nothing: names depend on the content, so no file is outdated."""
+
+
+def sources(function: Callable[..., object]) -> list[str]:
+    """The source files of a function and of the compiled functions that it calls, directly or indirectly."""
     found, waiting = {function}, [function]
     while waiting:
-        names: dict[str, Any] = getattr(waiting.pop(), "__globals__", {})
-        new = {value.py_func for value in names.values() if is_jitted(value)} - found
+        one: Any = waiting.pop()
+        called = (getattr(one.__globals__.get(name), "py_func", None) for name in one.__code__.co_names)
+        new = {other for other in called if other is not None} - found
         found |= new
         waiting += new
-    contents = [_content(path) for path in sorted({one.__code__.co_filename for one in found})]
-    return hashlib.sha256("".join([numba.__version__, *contents]).encode()).hexdigest()[:16]
+    return sorted({one.__code__.co_filename for one in found})
 
 
-@cache
+@lru_cache
 def _content(source: str) -> str:
-    """A digest of a file's content, and its time, by which numba 0.60 tells whether an index is outdated."""
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest() + str(os.stat(source).st_mtime_ns)
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()

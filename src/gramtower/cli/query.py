@@ -259,7 +259,7 @@ def recommend(
     if allow_pairs is not None:
         if allow is not None:
             check.fail("--allow, --allow-pairs", "both", "one of them")
-        without = ("context", "event", "event_weights", "weight", "time")
+        without = ("context", "event", "event_weights", "value", "weight", "time", "threshold")
         options["allow"] = reading.read_like(settings, allow_pairs, "--allow-pairs", without=without)
     new = None if right_features is None else reading.rows_with_ids(model, right_features, "right", common.note)
     options |= {} if new is None else {"right_features": new}

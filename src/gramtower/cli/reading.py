@@ -318,7 +318,8 @@ def rows_with_ids(model: TwoTower, path: Path, side: str, say: Say, ids: Ids | N
         if without:
             say(f"{without:,} of {len(ids):,} {side} entities have no features")
     else:
-        known = np.arange(len(model.right_)) if model.right_.ids is None else model.right_.ids
+        this = model.fitted_.side(side)
+        known = np.arange(len(this)) if this.ids is None else this.ids
         new = int((join(keys.to_numpy(), index_of(known)) < 0).sum()) if len(keys) else 0
         say(f"{new:,} of {len(keys):,} {side} entities of {path.name} are new")
     return frame

@@ -110,6 +110,8 @@ def serve(
     except ImportError as error:
         raise missing("serve", "starlette", error) from error
     workers = check.count("--workers", workers, most=MOST_WORKERS)
+    if "*" in (allow_origin or ()):
+        check.fail("--allow-origin", "'*'", "the origins of your own pages, such as https://example.org")
     options = Options(
         host, port, _token(token_file), allow_host or (), allow_origin or (), 1.0 if watch else None, wait, limits,
         workers, access_log, log_format,

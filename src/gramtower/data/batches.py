@@ -16,7 +16,7 @@ from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import id_series
 from gramtower.data.interactions import column_choices, table_names
 from gramtower.data.matrices import Rule, check_rows
-from gramtower.data.parquet import Folder
+from gramtower.data.parquet import Folder, check_unchanged
 from gramtower.data.sources import existing, reading
 
 if TYPE_CHECKING:
@@ -82,11 +82,14 @@ def _parquet_columns(path: Path, choices: Sequence[Choice], rule: Rule) -> Itera
             for start, batch in folder.batches(number):
                 columns = [frames.decoded(name, batch.column(name)) for name in folder.names]
                 for place, argument in enumerate(("left", "right")):
-                    if path.is_dir() and (missing := columns[place].null_count()):
-                        folder.refuse_missing(number, start, argument, missing)
                     if not folder.is_text(name := folder.names[place]) and name not in folder.stored:
                         columns[place] = columns[place].cast(pl.Int64)  # the key of a folder
+                    columns[place] = id_series(argument, columns[place])
+                    if path.is_dir() and (missing := columns[place].null_count()):
+                        folder.refuse_missing(number, start, argument, missing)
                 yield columns
+    if path.is_dir():
+        check_unchanged(path, folder.parts)
 
 
 def _csv_columns(

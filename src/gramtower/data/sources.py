@@ -324,8 +324,11 @@ def whole_lines(pieces: Iterable[bytes], quote: bytes = b"") -> Iterator[bytes]:
             continue
         data = b"".join(kept)
         cut = data.rfind(b"\n") + 1
-        while quote and cut and data.count(quote, 0, cut) % 2:
-            cut = data.rfind(b"\n", 0, cut - 1) + 1
+        odd = bool(quote) and data.count(quote, 0, cut) % 2 == 1
+        while odd and cut:
+            before = data.rfind(b"\n", 0, cut - 1) + 1
+            odd ^= data.count(quote, before, cut) % 2 == 1
+            cut = before
         if cut:
             yield data[:cut]
         kept, length = [data[cut:]], len(data) - cut

@@ -207,9 +207,6 @@ class FeatureTable:
                 chosen["separator"] = encoder.separator
             if isinstance(encoder, Text):
                 chosen |= {"hash_bits": encoder.bits, "ngrams": encoder.ngrams}
-        if columns := chosen.pop("encoded", None):
-            through = {one.column: one.compared() for one in self.encoders if isinstance(one, Encoded)}
-            chosen["encoders"] = {column: through[column] for column in columns}
         return FeatureTable(frame, self.id if id is None else id, strict=self.strict, **chosen)
 
     def __len__(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from html import escape
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -171,9 +172,10 @@ def _path(axis: Axes, tried: Sequence[Tried], metric: str) -> None:
     penalty = next(name for name in ("embedding_l2", "l2") if name in tried[0][0])
     shapes: dict[str, list[tuple[float, float, float]]] = {}
     for settings, value, error in tried:
-        shape = ", ".join(f"{k}={v}" for k, v in settings.items() if k not in ("embedding_l2", "l2"))
+        same_line = ("embedding_l2", "l2", "max_iterations")
+        shape = ", ".join(f"{k}={v}" for k, v in settings.items() if k not in same_line)
         shapes.setdefault(shape, []).append((settings[penalty], value, error))
-    for colour, (shape, points) in zip(COLOURS, shapes.items(), strict=False):
+    for colour, (shape, points) in zip(cycle(COLOURS), shapes.items(), strict=False):
         x, y, errors = zip(*sorted(points), strict=True)
         axis.errorbar(x, y, yerr=errors, color=colour, marker="o", markersize=4, capsize=2, label=shape or "default")
     axis.set_xscale("log")

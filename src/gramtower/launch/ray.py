@@ -141,7 +141,7 @@ def recommend(
         options: filters, exclusions and other rules, as for ``recommend_all``.
 
     Returns:
-        A dataset with a row for each answer: left, rank from 1, right and score.
+        A dataset with a row for each answer: left id, rank from 1, right id and score; ids have the names of the data.
     """
     ray = need("ray", "lists on Ray")
     lists = lists_of(model, k, **options)

@@ -108,7 +108,7 @@ def recommend(
         options: filters, exclusions and other rules, as for ``recommend_all``.
 
     Returns:
-        A frame with a row for each answer: left, rank from 1, right and score.
+        A frame with a row for each answer: left id, rank from 1, right id and score; ids have the names of the data.
     """
     need("pyspark", "lists on Spark")
     lists = lists_of(model, k, **options)

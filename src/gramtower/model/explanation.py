@@ -168,7 +168,7 @@ class Explainer:
         if features is None and own is not None and this.name == "left" and fitted.combinations is not None:
             features = fitted.combinations.row(own)
         if features is None and inputs.given:
-            expected = f"the row that describes the {this.name} entity: a model keeps how features are made, not rows"
+            expected = f"the row of features that describes the {this.name} entity"
             check.fail(f"{this.name}_features", "None", expected)
         history = None
         if histories is not None:

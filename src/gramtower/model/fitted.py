@@ -100,7 +100,7 @@ class Selection:
     def __str__(self) -> str:
         if not self.tried:
             return f"settings by rule: {self.note}"
-        settings = ", ".join(f"{name}={short(value)}" for name, value in self.chosen.items())
+        settings = ", ".join(f"{name}={short(value, name)}" for name, value in self.chosen.items())
         ids = "; features only for new entities, as ids rank known ones no worse" if self.ids_only else ""
         return f"{settings}, chosen from {len(self.tried)} by {self.metric} on {self.held_out}{ids}"
 
@@ -119,8 +119,10 @@ class Selection:
             raise ValueError(f"{name}: this is not a selection of settings; delete it to choose again") from error
 
 
-def short(value: object) -> str:
+def short(value: Any, name: str = "") -> str:
     """A setting as text."""
+    if name == "hidden":
+        return check.hidden_text(value)
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -162,9 +164,8 @@ class FittedModel:
     message: str  #: the same in words
     best_metric: float | None  #: of the validation, or None
     same_entities: bool = False  #: whether both sides are one set, where ``seen`` holds every entity with itself too
-    plain_pairs: bool = (
-        True  #: whether all labels were 1 and no pair had a weight: ``seen`` has all that was learned from
-    )
+    #: whether all labels were 1 and no pair had a weight: ``seen`` has all that was learned from
+    plain_pairs: bool = True
     activation: str = defaults.ACTIVATION  #: of the hidden layers
     l2: float | None = None  #: λ of the training; None if loaded from an older file; likewise the next two
     embedding_l2: float | None = None  #: μ of the training

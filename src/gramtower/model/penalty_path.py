@@ -7,8 +7,8 @@ show. :func:`select` holds out a part of the data, fits the rest along a path of
     features on a side           path over λ; a sample of the entities of that side is held out with all their pairs
     histories                    path over μ and λ together; pairs are held out, because known entities have them
 
-The path starts at the rule's value (defaults.py) and moves up by a factor until the metric falls by more than one
-standard error, or down while it improves by more than that.
+The path starts at the rule's value (defaults.py) and moves up by a factor until the metric falls (with ids by more than
+one standard error), or down while it improves by more than one standard error.
 
 Towers over ids start from the parameters of the point before, as glmnet does. The first point takes all iterations of a
 fit and the next ones half of them: after a quarter a stronger penalty still ranks like the weaker one that it started
@@ -16,10 +16,10 @@ from. The penalty is the top of the polynomial through the best point and its ne
 point within one standard error of the best instead ranked new data worse.
 
 Networks over features start from scratch, because from another point they end elsewhere, and are narrower than those of
-the fit. They are ranked after a third, a half, two thirds and all of the iterations, and the best number of them is
-chosen with the penalty: networks that follow their training pairs more closely than new entities allow stop early. The
-rule's penalty stays unless another one gains two standard errors. Where features describe both sides, linear and
-normalised towers are compared at the rule's value first.
+the fit. The rule's penalty stays unless another one gains two standard errors. Where features describe both sides,
+linear and normalised towers are compared at the rule's value first. All points are then ranked after a third, a half,
+two thirds and all of the iterations, and the best number of them is chosen with the penalty: networks that follow their
+training pairs more closely than new entities allow stop early.
 
 At the best penalty other objectives are compared with the default, one after the other, and a change stays if it gains
 more than one standard error: half of ω where every entity has an id, left weights by degree^0.5 and half of ω where
@@ -105,7 +105,8 @@ def select(settings: ModelSettings, pairs: FitPairs, features: Both, given: Held
         part = given or hold_out_part(settings, pairs, features)
     if isinstance(part, str):
         return Selection(settings.metric, "nothing", note=part)
-    if part.sample < 1 and settings.dim is None and settings.towers is None:  # towers as large as those for all data
+    # tables as large as those for all data; networks over features have their size from `resized`
+    if part.sample < 1 and part.unseen is None and settings.dim is None and settings.towers is None:
         settings = settings.with_changes(dim=_dim(settings, pairs, part.pairs.shape))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the fit of all pairs gives the same ones
@@ -339,6 +340,8 @@ class _Search:
         self.warm = data.seen != defaults.FEATURES  # networks that start warm end elsewhere than from scratch
         given = as_solver(settings.optimizer, dict(settings.solver_options()))
         self.solver = given if isinstance(given, NewtonKron) else NewtonKron()  # others end before they have converged
+        # whether iterations can be chosen: networks over features on both sides, in a fit by the same solver
+        self.looks = all(data.features_alone) and self.solver is given and settings.max_iterations is None
         self.points: list[_Point] = []
 
     def objective(self, settings: ModelSettings) -> tuple[Problem, Problem | None]:
@@ -349,12 +352,11 @@ class _Search:
 
     def run(self) -> tuple[_Point | None, float]:
         """The best point, or None if all are alike, and the multiple of the rule's penalties to use with its shape."""
-        walked = self.walk(self.first())
+        walked, best = self.walk(self.first())
         if not max(point.metric for point in self.points) > min(point.metric for point in self.points):
             return None, 1.0
-        best = max(walked, key=lambda point: point.metric)
         if not self.warm:
-            first = next(point for point in walked if point.exponent == 0.0)
+            first = walked[0]
             if best.metric - first.metric <= _SURE * self.error(first, best):
                 best = first
             return self.alternative(best), self.factor**best.exponent
@@ -378,8 +380,11 @@ class _Search:
     def tried(self, changes: JSON) -> _Point:
         return self.point(_Shape(changes, self.resized(changes)), 0.0)
 
-    def walk(self, first: _Point) -> list[_Point]:
-        """Follow the penalty up while it does no harm, or down while it helps."""
+    def walk(self, first: _Point) -> tuple[list[_Point], _Point]:
+        """Follow the penalty up while it does no harm, or down while it helps; return the points and the best of them.
+
+        A weaker penalty than the rule's is the best only if it gains more than one standard error.
+        """
         points, best, most = {0.0: first}, first, _STEPS if self.warm else _FEW_STEPS
         last = first
         while last.exponent < most:
@@ -396,7 +401,7 @@ class _Search:
             if last.metric - best.metric > self.error(last, best):
                 best = last
             _forget(points.values(), best, last)
-        return list(points.values())
+        return list(points.values()), best
 
     def alternative(self, best: _Point) -> _Point:
         """Compare other objectives at the best penalty, one after the other; those that gain are combined."""
@@ -434,7 +439,7 @@ class _Search:
         dim = data.dim
         if settings.dim is None:
             room = defaults.room_for_training(data.device, self.group, settings.memory_budget)
-            dim = min(most // 2, defaults.default_dim(self.whole, hidden, data.device, room))
+            dim = min(most // 2, defaults.default_dim(self.whole, hidden, data.device, room, self.group.size))
         if changes.get("hidden") == ():
             left, right = (), ()
         hidden = tuple(min(width, most) for width in left), tuple(min(width, most) for width in right)
@@ -455,8 +460,7 @@ class _Search:
             towers.load(start)
         full = iterations(settings, shape.data, problem, towers)
         count = max(1, round(share * full)) if self.warm else full
-        early = all(self.data.features_alone) and settings.max_iterations is None
-        looks = {max(1, round(part * count)) for part in _LOOKS} if early else set()
+        looks = {max(1, round(part * count)) for part in _LOOKS} if self.looks else set()
         best: tuple[float, NDArray[np.float64] | None, int] | None = None
 
         def look(record: Record, at: Point) -> None:
@@ -489,7 +493,7 @@ class _Search:
         found.standard_error = self.error(found)
         self.points.append(found)
         if settings.verbose and self.group.rank == 0:
-            text = ", ".join(f"{name}={short(value)}" for name, value in found.settings.items())
+            text = ", ".join(f"{name}={short(value, name)}" for name, value in found.settings.items())
             text += " with features" if self.data.ids_suffice else ""  # next to ids, which were tried before
             line = f"select: {text}: {settings.metric} {metric:.4f} ± {found.standard_error:.4f}"
             print(line, file=sys.stderr, flush=True)

@@ -113,7 +113,8 @@ class ModelSettings:
     An object of this class, unlike one of a subclass, has None for each setting that is "auto".
 
     Args:
-        dim: Size k of the embeddings. "auto" chooses it by the size of the data (see docs/choosing.md).
+        dim: Size k of the embeddings. "auto" chooses it by the size of the data (see docs/choosing.md). This and the
+            next argument are also chosen by ``select`` where a fit stops early.
         hidden: Widths of the hidden layers of both towers, or a pair of such tuples for the left and the right tower;
             ``()`` for linear factors. "auto" uses one hidden layer where a side has features and no ids, and none
             elsewhere, unless ``select`` finds linear towers better.
@@ -141,7 +142,7 @@ class ModelSettings:
         optimizer: Name of the optimizer, or a solver of gramtower.optim (see docs/choosing.md).
         optimizer_options: Constants of the optimizer, by name.
         max_iterations: Stop after this many iterations. "auto" means 20, or 12 where there are features and for ids on
-            a CPU, where an iteration is a sweep over all rows.
+            a CPU, where an iteration is a sweep over all rows; with features on both sides ``select`` may choose fewer.
         time_limit: Stop after this many seconds of training.
         patience: With validation data, stop after this many iterations without a better metric.
         metric: Metric of held-out data, such as recall@20. Training stops early by it; ``select`` chooses by it.

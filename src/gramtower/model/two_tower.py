@@ -212,11 +212,11 @@ class TwoTower(ModelSettings):
         Args:
             more_pairs: as for ``fit``, with ids of the same kind, and with the context columns of training; for a model
                 fitted on a matrix, a matrix whose rows and columns are numbered as there, and may be more.
-            left_features: as for ``fit``. The model keeps how features are encoded, not the rows: if it sees a table or
-                a matrix, that of all entities, old and new, is needed. A frame is read with the columns and kinds of
-                the table that the model was fitted with. None for ids and histories. A model with ``store_features``
-                keeps the rows: only those of new and changed entities are needed, a matrix without ids having those of
-                new ones in the order of their first pair. The encoding of numbers stays that of the first fit then.
+            left_features: as for ``fit``, None for ids and histories. If the model sees a table or a matrix, that of
+                all entities, old and new, is needed. A frame is read with the columns and kinds of the table that the
+                model was fitted with. With ``store_features`` only rows of new and changed entities are needed; a
+                matrix without ids has those of new ones in the order of their first pair, and numbers are encoded as
+                in the first fit.
             right_features: the same for the right tower.
             iterations: how many.
             callbacks: as for ``fit``.
@@ -249,10 +249,10 @@ class TwoTower(ModelSettings):
     ) -> Search:
         """Choose settings by how well they rank a validation part of the pairs, then fit all pairs with them.
 
-        Searched is what this model was not given explicitly, or what ``space`` names. Trials stop early, are given up
-        when their curve cannot reach the best, and start from a finished neighbour's solution where there is one. This
-        model's own settings stay unless a trial is better than they by more than one standard error over the validation
-        entities. The same seed gives the same search. Needs optuna: ``pip install "gramtower[tune]"``.
+        The search covers the settings that this model was not given explicitly, or those that ``space`` names. Trials
+        stop early, and are given up when their curve cannot reach the best. The model's own settings stay unless a
+        trial is better by more than one standard error over the validation entities. The same seed gives the same
+        search. Needs optuna: ``pip install "gramtower[tune]"``.
 
         Args:
             pairs: as for ``fit``.

@@ -126,13 +126,12 @@ class Sweeps(Stateful):
 
     def suit(self, problem: Problem, towers: Towers) -> bool:
         """Whether both towers are embedding tables whose rows can be solved, and the memory suffices."""
-        if self.memory == 0 or not solves_rows(problem, towers):
-            return False
         plan, group = problem.plan(towers), problem.shards.group
         numbers = (2 * self.memory + 1) * towers.size + 2 * len(problem.pairs)  # slopes and curvatures of pairs
         if group.size > 1:  # squares of left rows, and systems of right rows all at once
             numbers += plan.needs.columns * (plan.needs.rows[0] + 8 * plan.needs.rows[1])
         fits = plan.spare_bytes >= towers.dtype.itemsize * numbers
+        fits = fits and self.memory > 0 and solves_rows(problem, towers)
         return group.totals(fits)[0] == group.size  # all processes, or none
 
     def forget(self) -> None:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -91,7 +92,7 @@ def tune(
     path = None
     if model.select:
         path = select(model, parts.train, parts.features, validation_part(parts))
-        model = model.with_changes(**path.chosen)
+        model = model.with_changes(**_lasting(path))
     data = prepare_data(model, parts.train, *parts.features)
     start = start_values(model, parts, data)
     chosen = make_space(model, start, space, parts)
@@ -106,6 +107,14 @@ def tune(
     if progress is not None:
         progress(found)
     return found
+
+
+def _lasting(path: Selection) -> dict[str, Any]:
+    """Return the chosen settings that hold for trials: not the iterations, nor the sizes that they were found with."""
+    if "max_iterations" not in path.chosen:
+        return path.chosen
+    sized = ("max_iterations", "dim", *(["hidden"] if any(path.chosen.get("hidden", ())) else []))
+    return {name: value for name, value in path.chosen.items() if name not in sized}
 
 
 @contextmanager
@@ -244,7 +253,7 @@ class _Run:
             raise KeyboardInterrupt
         verdict = verdict or judge([t for t in self.log.trials if t.same_as is None])
         best, unseen = verdict.winner, self.parts.unseen
-        chosen = {} if self.path is None else self.path.chosen
+        chosen = {} if self.path is None else _lasting(self.path)
         arguments = {}
         if not chosen or best.number > 0:  # otherwise a fit by itself is best: it chooses on fewer held-out pairs
             arguments = chosen | changed_arguments(best.settings, self.model, self.parts.matrix, self.start)
