@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import scipy  # its modules are loaded when they are used
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import ndtri
 
 from gramtower._util import checks as check
 
@@ -128,7 +128,7 @@ def off_policy(
     if interval == "normal":
         residuals = np.stack([w * r - values[0], w * (r - values[1]) / w.mean(), *(table[:, 2:] - values[2:]).T])
         errors = np.sqrt(np.square(residuals).sum(1) / max(1, len(r) - 1) / len(r))
-        reach = float(ndtri(0.5 + confidence / 2)) * errors
+        reach = float(scipy.special.ndtri(0.5 + confidence / 2)) * errors
         low, high = values - reach, values + reach
     else:
         drawn = np.stack([_estimates(table[draw.integers(len(r), size=len(r))].mean(0)) for _ in range(samples)])

@@ -18,11 +18,10 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+import scipy  # its modules are loaded when they are used
 import scipy.sparse as sp
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import isotonic_regression, minimize
-from scipy.special import expit
 from torch import Tensor
 
 from gramtower._util import checks as check
@@ -58,7 +57,7 @@ class Calibration:
         """Probabilities of scores; beyond the scores of an isotonic fit, those of its ends."""
         given = np.asarray(scores, dtype=np.float64)
         if self.method == "platt":
-            return np.asarray(expit(self.slope * given + self.intercept))
+            return np.asarray(scipy.special.expit(self.slope * given + self.intercept))
         return np.interp(given, self.scores, self.probabilities)
 
     def check(self) -> None:
@@ -132,7 +131,7 @@ def calibrate(counts: Counts, method: str, population: str) -> Calibration:
         if not slope > 0:
             check.fail("validation", "held-out pairs with no higher scores than others", "some that the model predicts")
         return Calibration(method=method, slope=slope, intercept=intercept, **facts)
-    fitted = isotonic_regression(counts.positives / counts.pairs, weights=counts.pairs)
+    fitted = scipy.optimize.isotonic_regression(counts.positives / counts.pairs, weights=counts.pairs)
     ends = np.unique(np.append(fitted.blocks[:-1], fitted.blocks[1:] - 1))  # first and last bin of each block
     x, y = np.maximum.accumulate(counts.scores[ends]), np.clip(fitted.x[ends], 0.0, 1.0)
     return Calibration(method=method, scores=x.tolist(), probabilities=y.tolist(), **facts)
@@ -151,14 +150,16 @@ def _platt(counts: Counts) -> tuple[float, float]:
     def loss(w: Floats) -> tuple[float, Floats]:
         z = X @ w
         value = (counts.pairs * np.logaddexp(0, z) - labels * z).sum() / n
-        return value, (counts.pairs * expit(z) - labels) @ X / n
+        return value, (counts.pairs * scipy.special.expit(z) - labels) @ X / n
 
     def curvature(w: Floats) -> Floats:
-        p = expit(X @ w)
+        p = scipy.special.expit(X @ w)
         return np.asarray((X.T * (counts.pairs * p * (1 - p))) @ X / n)
 
     start = np.array([0.0, math.log(n / negatives)])
-    found = minimize(loss, start, jac=True, hess=curvature, method="trust-exact", options={"gtol": 1e-9}).x
+    found = scipy.optimize.minimize(
+        loss, start, jac=True, hess=curvature, method="trust-exact", options={"gtol": 1e-9}
+    ).x
     slope = float(found[0]) / spread
     return slope, float(found[1]) - slope * float(mean)
 

@@ -37,7 +37,7 @@ from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
-import scipy.linalg
+import scipy  # its modules are loaded when they are used
 import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray

@@ -119,10 +119,10 @@ class Selection:
             raise ValueError(f"{name}: this is not a selection of settings; delete it to choose again") from error
 
 
-def short(value: Any, name: str = "") -> str:
+def short(value: object, name: str = "") -> str:
     """A setting as text."""
-    if name == "hidden":
-        return check.hidden_text(value)
+    if name == "hidden" and isinstance(value, (tuple, list)):
+        return check.hidden_text(tuple(value))
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

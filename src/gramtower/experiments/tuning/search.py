@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,6 +42,7 @@ from gramtower.experiments.tuning.trial import (
     validation_part,
 )
 from gramtower.metrics.definitions import to_maximise
+from gramtower.model.feature_spec import JSON
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.fitted import Selection
 from gramtower.model.penalty_path import select
@@ -109,7 +109,7 @@ def tune(
     return found
 
 
-def _lasting(path: Selection) -> dict[str, Any]:
+def _lasting(path: Selection) -> JSON:
     """Return the chosen settings that hold for trials: not the iterations, nor the sizes that they were found with."""
     if "max_iterations" not in path.chosen:
         return path.chosen
