@@ -17,22 +17,22 @@ def test_pruned_trials_are_picked_only_among_their_like():
     assert pick([tried(0, 0.1, pruned=True), tried(1, 0.9, pruned=True)]).number == 1
 
 
-def test_a_trial_within_one_standard_error_does_not_replace_the_defaults():
-    verdict = judge([tried(0, 0.5), tried(1, 0.51, spread=0.02), tried(2, 0.4)])
+def test_a_trial_within_two_standard_errors_does_not_replace_the_defaults():
+    verdict = judge([tried(0, 0.5), tried(1, 0.53, spread=0.02), tried(2, 0.4)])
     assert verdict.winner.number == 0
-    assert verdict.text == "the defaults stay: the best trial, 1, gains 2.0 % ± 4.0 %"
+    assert verdict.text == "the defaults stay: the best trial, 1, gains 6.0 % ± 4.0 %"
 
 
-def test_a_trial_beyond_one_standard_error_replaces_them():
-    verdict = judge([tried(0, 0.5), tried(1, 0.54, spread=0.02), tried(2, 0.4)])
+def test_a_trial_beyond_two_standard_errors_replaces_them():
+    verdict = judge([tried(0, 0.5), tried(1, 0.55, spread=0.02), tried(2, 0.4)])
     assert verdict.winner.number == 1
-    assert verdict.text == "trial 1 replaces the defaults: it gains 8.0 % ± 4.0 % on the validation part"
+    assert verdict.text == "trial 1 replaces the defaults: it gains 10.0 % ± 4.0 % on the validation part"
 
 
 def test_a_sure_trial_wins_over_a_lucky_one():
-    verdict = judge([tried(0, 0.5), tried(1, 0.52, spread=0.01), tried(2, 0.55, spread=0.06)])
+    verdict = judge([tried(0, 0.5), tried(1, 0.53, spread=0.01), tried(2, 0.55, spread=0.06)])
     assert verdict.winner.number == 1
-    assert verdict.text.endswith("it gains 4.0 % ± 2.0 % on the validation part (the best, trial 2, 10.0 % ± 12.0 %)")
+    assert verdict.text.endswith("it gains 6.0 % ± 2.0 % on the validation part (the best, trial 2, 10.0 % ± 12.0 %)")
 
 
 def test_what_was_given_up_or_not_compared_replaces_nothing():
@@ -43,7 +43,7 @@ def test_what_was_given_up_or_not_compared_replaces_nothing():
 
 
 def test_trials_that_were_refused_do_not_win():
-    trials = [tried(0, 0.5), tried(1, 0.52, spread=0.01), tried(2, 0.55, spread=0.01)]
+    trials = [tried(0, 0.5), tried(1, 0.53, spread=0.01), tried(2, 0.55, spread=0.01)]
     assert judge(trials).winner.number == 2
     assert judge(trials, [2]).winner.number == 1
     assert judge(trials, [2, 1]).winner.number == 0

@@ -251,7 +251,7 @@ class TwoTower(ModelSettings):
 
         The search covers the settings that this model was not given explicitly, or those that ``space`` names. Trials
         stop early, and are given up when their curve cannot reach the best. The model's own settings stay unless a
-        trial is better by more than one standard error over the validation entities. The same seed gives the same
+        trial is better by more than two standard errors over the validation entities. The same seed gives the same
         search. Needs optuna: ``pip install "gramtower[tune]"``.
 
         Args:

@@ -230,7 +230,7 @@ class _Run:
             winner, found = verdict.winner, None if len(refused) == _CONFIRM else self._gain_on_others(verdict.winner)
             if self.interrupted:
                 break
-            if found is not None and found.sure:
+            if found is not None and found.likely:
                 verdict = Verdict(winner, f"{verdict.text}, and {found} on other entities")
                 break
             but = "it could not be confirmed" if found is None else f"{found} on other entities"

@@ -1,7 +1,7 @@
 """The log of a search: records of trials, which of them wins, and what is tried next.
 
 A trial replaces the defaults only if it is better by more than the choice of validation entities explains: its gain,
-the difference of both metrics, must exceed one standard error of that difference (metrics/tally.py), paired over
+the difference of both metrics, must exceed two standard errors of that difference (metrics/tally.py), paired over
 the entities that both were measured on. These are the held-out entities, or the users where pairs were held out. The
 best of the trials that pass wins; if none does, the defaults stay.
 
@@ -67,9 +67,14 @@ class Gain:
     base: float  # the metric of the defaults
 
     @property
-    def sure(self) -> bool:
-        """Whether it is beyond noise."""
+    def likely(self) -> bool:
+        """Whether a single comparison is beyond noise."""
         return self.value > self.error
+
+    @property
+    def sure(self) -> bool:
+        """Whether it is beyond noise although the trial is the best of many."""
+        return self.value > 2 * self.error
 
     def __str__(self) -> str:
         scale, unit, digits = (100 / self.base, " %", 1) if self.base > 0 else (1.0, "", 4)
