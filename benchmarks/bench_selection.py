@@ -419,9 +419,12 @@ def without(part: Ids, device: str) -> dict[str, Any]:
     if isinstance(part, Features):
         shape = {"hidden": rule.hidden_, "normalize": rule.normalize_, "left_weights": None}
         fixed |= {**shape, "max_iterations": rule.history_[-1].iteration}
-    rows = {"default": {"metrics": part.scores(part.fit(device=device), device)}}
+    default = part.fit(device=device)
+    rows = {"default": {"metrics": part.scores(default, device), "selection": str(default.path_)}}
     for name, value in fixed.items():
-        rows[f"{name} by rule"] = {"metrics": part.scores(part.fit(device=device, **{name: value}), device)}
+        same = default.path_.chosen.get(name, value) == value  # the choice was the rule's
+        model = default if same else part.fit(device=device, **{name: value})
+        rows[f"{name} by rule"] = {"metrics": part.scores(model, device)}
     return rows
 
 

@@ -19,7 +19,7 @@ from gramtower._util.checks import parse_hidden
 from gramtower.data.datasets import planted_pairs
 from gramtower.experiments.tuning import trial as curves
 from gramtower.experiments.tuning.report import read_search
-from gramtower.experiments.tuning.study import judge, pick
+from gramtower.experiments.tuning.study import gain, judge, pick
 from gramtower.experiments.tuning.trial import changed_arguments, make_parts, start_values
 from gramtower.metrics.tally import deal
 from gramtower.model.fit_data import prepare_data
@@ -213,7 +213,15 @@ def test_only_what_is_better_beyond_noise_replaces_the_defaults(metric, search):
         search = small().tune(data(), trials=4, metric=metric, space=SPACE, refit=False)
     first, best = search.trials[0], pick(search.trials)
     assert bool(first.without) == (metric == "ndcg@10")  # coverage is of no single user
-    assert (search.winner, search.verdict) == (judge(search.trials).winner.number, judge(search.trials).text)
+    judged = judge(search.trials)
+    if first.without and judged.winner is not first:  # the gain on one draw of held-out pairs may be chance
+        again = {t.number: t for t in search.confirmations}
+        assert {0, judged.winner.number} <= set(again)
+        likely = gain(again[judged.winner.number], again[0]).likely
+        assert (search.winner == judged.winner.number) == likely
+        assert search.verdict.endswith(f"{gain(again[judged.winner.number], again[0])} on other held-out data")
+    else:
+        assert (search.winner, search.verdict) == (judged.winner.number, judged.text)
     assert search.verdict[0].upper() + search.verdict[1:] + "." in search.markdown()
     assert f"| {best.number} | {best.value:.4f} |" in search.markdown()  # whoever wants it finds it
     for t in search.trials:
@@ -389,12 +397,13 @@ def test_the_defaults_are_trained_in_full_whatever_the_limit(monkeypatch):
     assert clock.now == 7.0
 
 
-@pytest.mark.parametrize("limit", [30.0, 45.0, 60.0])
+@pytest.mark.parametrize("limit", [45.0, 60.0, 75.0])
 def test_a_search_uses_its_time_and_ends_within_the_limit(limit, monkeypatch):
     clock = Clock(monkeypatch)
     found = small(dim=4).tune(data(), trials=99, time_limit=limit, space={"penalty": [0.01, 0.5]}, refit=False)
     assert len(found.trials) > 3
-    assert limit <= clock.now <= limit + 1  # whoever is late is left after the iteration
+    kept_back = 2 * len(found.trials[0].curve)  # for the winner to be confirmed
+    assert limit - kept_back <= clock.now <= limit + 1  # whoever is late is left after the iteration
 
 
 def test_larger_towers_are_tried_only_while_there_is_time(monkeypatch):
@@ -402,8 +411,8 @@ def test_larger_towers_are_tried_only_while_there_is_time(monkeypatch):
     options = dict(trials=12, metric="ndcg@10", space={"dim": [2, 4], "l2": True}, refit=False)
     short = small(dim=2).tune(data(), time_limit=7 * 12.5, **options)
     assert {t.settings["dim"] for t in short.trials} == {2}
-    assert len(short.trials) == 12
-    assert len({t.settings["l2"] for t in short.trials}) > 8  # other choices were made
+    assert len(short.trials) > 8
+    assert len({t.settings["l2"] for t in short.trials}) > 6  # other choices were made
     clock.now = 0.0
     assert {t.settings["dim"] for t in small(dim=2).tune(data(), **options).trials} == {2, 4}
 

@@ -144,10 +144,10 @@ def test_what_wins_is_confirmed_on_other_entities_from_another_start(tmp_path, m
         P, Q, truth = unseen_rows(data(), SIDES["left"], "left", draw=1, **options)
         plain = evaluate_embeddings(P, Q, sp.csr_matrix(truth), metrics=("ndcg@5",))["ndcg@5"]
         assert trial.curve[-1] == pytest.approx(plain, abs=1e-5)
-    assert found.verdict.endswith(f", and {gain(again[1], again[0])} on other entities")
+    assert found.verdict.endswith(f", and {gain(again[1], again[0])} on other held-out data")
     assert model.l2 == found.best.settings["l2"] < 500
     for trial in again:
-        assert f"| {trial.number} | {trial.value:.4f} | on other held-out entities | 4 |" in found.markdown()
+        assert f"| {trial.number} | {trial.value:.4f} | on other held-out data | 4 |" in found.markdown()
     monkeypatch.setattr("gramtower.experiments.tuning.search.run_trial", None)  # all of it is in the log
     _, resumed = from_a_bad_start(storage=tmp_path / "log")
     assert resumed.confirmations == again
@@ -156,7 +156,7 @@ def test_what_wins_is_confirmed_on_other_entities_from_another_start(tmp_path, m
 
 @pytest.mark.parametrize(
     ("other", "but"),
-    [(Gain(-0.01, 0.005, 0.5), "-2.0 % ± 1.0 % on other entities"), (None, "it could not be confirmed")],
+    [(Gain(-0.01, 0.005, 0.5), "-2.0 % ± 1.0 % on other held-out data"), (None, "it could not be confirmed")],
 )
 def test_what_is_not_confirmed_does_not_replace_the_defaults(other, but, monkeypatch):
     pytest.importorskip("optuna", reason="tuning needs optuna")

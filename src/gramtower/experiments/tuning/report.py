@@ -51,8 +51,8 @@ class Search:
         base: the model's own arguments.
         interrupted: whether Ctrl-C ended it.
         verdict: a sentence: whether a trial replaces the defaults, and by how much it is better.
-        confirmations: with held-out entities, the defaults and the trials that were trained once more, with other
-            entities held out, before one of them won.
+        confirmations: the defaults and the trials that were trained once more, with other pairs or entities held out,
+            before one of them won; none if the user gave the validation pairs.
     """
 
     metric: str
@@ -127,7 +127,7 @@ class Search:
 
     def _confirmations(self) -> Table:
         rows = [
-            [str(t.number), f"{t.value:.4f}", "on other held-out entities" if t.confirmed is None else "cold start",
+            [str(t.number), f"{t.value:.4f}", "on other held-out data" if t.confirmed is None else "cold start",
              str(len(t.curve) - 1), f"{t.seconds:.1f}"]
             for t in self.confirmations
         ]  # fmt: skip
@@ -301,7 +301,7 @@ def trial_lines(say: Callable[[str], None]) -> Callable[[Search], None]:
         count = len(found.trials)
         for again in found.confirmations:  # when the search ends
             value = f"{found.metric} {again.value:.4f}"
-            say(f"trial {again.number:3d}  {value}  again, on other held-out entities, {again.seconds:.1f} s")
+            say(f"trial {again.number:3d}  {value}  again, on other held-out data, {again.seconds:.1f} s")
 
     return report
 

@@ -2,8 +2,9 @@
 
 The loop asks for settings (the first are the defaults), trains while watching the curve, and records the outcome.
 Proposals depend only on the seed and on the finished trials, so that a search is the same each time, and a resumed one
-goes the same way. The defaults are trained in full, and stay unless a trial is better beyond noise (study.py); where
-entities were held out, on two draws of them.
+goes the same way. The defaults are trained in full, and stay unless a trial is better beyond noise (study.py) on two
+draws of the validation part: the best of many trials on one draw is partly the best by chance. Validation pairs that
+the user gives cannot be drawn again.
 
 A time limit covers everything from the first split to the last confirmation, whose time is reserved. Only the first
 trial runs to its end whatever the limit. Larger towers are tried only while there is time for many trials.
@@ -18,7 +19,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from numbers import Real
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +54,7 @@ from gramtower.training.checkpoint import locked
 #: Arguments of the model that a name of the space stands for, where they differ.
 _ARGUMENT = {"penalty": "embedding_l2", "left_power": "left_weights", "right_power": "right_weights"}
 _FAILURES = (ValueError, RuntimeError, MemoryError, ArithmeticError)  # of a trial, which the search outlives
-_CONFIRM = 3  # trials that are confirmed on other entities, at most
+_CONFIRM = 3  # trials that are confirmed on other held-out data, at most
 _ROOM = 12  # times the first trial's seconds, which must be left for larger towers to be tried
 
 
@@ -81,14 +83,14 @@ def tune(
     began = time.perf_counter()
     if model.towers is not None:
         check.fail("towers", "towers of your own", "a model with dim and hidden layers to choose")
-    if validation_side is None:
-        parts = make_parts(pairs, validation, features, seed, model.device)
-    else:
-        parts = make_parts_of_entities(model, pairs, validation, validation_side, features, seed)
 
-    def others() -> Parts:
-        return make_parts_of_entities(model, pairs, validation, str(validation_side), features, _other(seed))
+    def draw(seed: int) -> Parts:
+        if validation_side is None:
+            return make_parts(pairs, validation, features, seed, model.device)
+        return make_parts_of_entities(model, pairs, validation, validation_side, features, seed)
 
+    parts = draw(seed)
+    others = partial(draw, _other(seed)) if isinstance(validation, Real) else None
     path = None
     if model.select:
         path = select(model, parts.train, parts.features, validation_part(parts))
@@ -103,7 +105,7 @@ def tune(
         log = Log(folder, about, chosen, start, from_best=parts.unseen is not None)
         run = _Run(model, parts, start, chosen, metric, seed, log, limit, began, others, path)
         run.search(count, progress)
-        found = run.result() if parts.unseen is None else run.confirm_on_others()
+        found = run.result() if others is None else run.confirm_on_others()
     if progress is not None:
         progress(found)
     return found
@@ -176,7 +178,7 @@ class _Run:
     log: Log
     limit: float | None
     began: float
-    others: Callable[[], Parts]
+    others: Callable[[], Parts] | None  # draws a second validation part
     path: Selection | None
     interrupted: bool = False
     again: list[Tried] = field(default_factory=list)  # trials that were trained once more
@@ -184,9 +186,9 @@ class _Run:
 
     @cached_property
     def second(self) -> Parts | None:
-        """A second validation part with other entities held out; None if there is none."""
+        """A second validation part, of other pairs or entities; None if there is none."""
         try:
-            return self.others()
+            return None if self.others is None else self.others()
         except ValueError:  # of few entities another draw may leave nothing to find
             return None
 
@@ -217,10 +219,10 @@ class _Run:
         return known
 
     def confirm_on_others(self) -> Search:
-        """Return the result; its winner was better on other held-out entities too, from another start.
+        """Return the result; its winner was better on other held-out data too, from another start.
 
         Few entities say little, and so does one start: networks that begin elsewhere differ by as much as settings do.
-        The defaults and the winner are trained once more, and the gain is judged by the same rule.
+        The defaults and the winner are trained once more, and the winner must gain more than one standard error.
         """
         tried, refused = [t for t in self.log.trials if t.same_as is None], list[int]()
         if not tried:
@@ -231,9 +233,9 @@ class _Run:
             if self.interrupted:
                 break
             if found is not None and found.likely:
-                verdict = Verdict(winner, f"{verdict.text}, and {found} on other entities")
+                verdict = Verdict(winner, f"{verdict.text}, and {found} on other held-out data")
                 break
-            but = "it could not be confirmed" if found is None else f"{found} on other entities"
+            but = "it could not be confirmed" if found is None else f"{found} on other held-out data"
             text = text or f"the defaults stay: trial {winner.number} gains {gain(winner, first)}, but {but}"
             refused.append(winner.number)
             verdict = Verdict(first, text) if found is None else judge(tried, refused)
@@ -326,8 +328,8 @@ class _Run:
         )  # fmt: skip
 
     def _kept_back(self) -> float:
-        """Return the seconds that a confirmation on other entities takes: two fits."""
-        return 0.0 if self.parts.unseen is None else 2 * self.first_seconds
+        """Return the seconds that a confirmation on other held-out data takes: two fits."""
+        return 0.0 if self.others is None else 2 * self.first_seconds
 
     def _larger_affordable(self) -> bool:
         """Return whether towers larger than the first trial's may be tried: they take up to three times as long."""

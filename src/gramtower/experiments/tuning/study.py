@@ -3,7 +3,8 @@
 A trial replaces the defaults only if it is better by more than the choice of validation entities explains: its gain,
 the difference of both metrics, must exceed two standard errors of that difference (metrics/tally.py), paired over
 the entities that both were measured on. These are the held-out entities, or the users where pairs were held out. The
-best of the trials that pass wins; if none does, the defaults stay.
+best of the trials that pass wins if it also gains on a second draw of the validation part. If none does, the defaults
+stay.
 
 optuna proposes settings. Its study is rebuilt from the records before each proposal, so that a proposal depends only on
 the seed and on the trials that ended, and a resumed search goes the same way. The records are in a
