@@ -10,8 +10,9 @@ Each set is split three times. Sets of ids: a fifth of each left entity's pairs 
 Sets with features: a fifth of the entities of one side is new, MAP@5 / Recall@20 (P@1 / P@3 / P@5 of documents).
 Rows are the default, the same by rules (`select=False`), the same with twice the iterations and popularity; on the
 first split also EASE, the objective of ALS, a softmax over all right entities by AdamW (--peers) and random settings
-(--random). They have the best of so many trials on the test part, so they are upper bounds, not choices. --log keeps
-each random setting, --seconds ends those of a set early. Seconds are those of the fits. DATA holds the folders of
+(--random). They have the best of so many trials on the test part, so they are upper bounds, not choices. One row of
+random settings is a choice: the best on one half of the test entities, measured on the other half, both ways.
+--seconds ends the random settings of a set early. Seconds are those of the fits. DATA holds the folders of
 public sets that benchmarks/features/sets.py reads; sets that are not there are left out. Each mode writes its section
 of FOLDER/selection.json.
 
@@ -120,6 +121,7 @@ class Ids:
 
     def __init__(self, name: str, seed: int, data: Path) -> None:
         self.train, self.test = split(pairs_of(name, data), seed)
+        self.seen: sp.csr_matrix | None = self.train  # pairs that are not ranked
 
     def fit(self, **options: Any) -> gt.TwoTower:
         """A model of the training part."""
@@ -127,12 +129,20 @@ class Ids:
 
     def scores(self, model: gt.TwoTower, device: str) -> list[float]:
         """Metrics of the test part."""
-        return self.ranked(on(device, model, "left"), on(device, model, "right"))
+        return self.ranked(*self.embeddings(model, device))
+
+    def embeddings(self, model: gt.TwoTower, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of the left entities that are asked about, and of the right ones."""
+        return on(device, model, "left"), on(device, model, "right")
 
     def ranked(self, P: torch.Tensor, Q: torch.Tensor) -> list[float]:
-        """Metrics of embeddings of the left entities that are asked about, and of the right ones."""
-        found = evaluate_embeddings(P, Q, self.test, train=self.train, metrics=self.metrics)
-        return [float(found[name]) for name in self.metrics]
+        """Metrics of embeddings."""
+        return np.nanmean(self.values(P, Q), axis=0).tolist()
+
+    def values(self, P: torch.Tensor, Q: torch.Tensor) -> np.ndarray:
+        """Metrics of each entity that is asked about, in rows."""
+        found = evaluate_embeddings(P, Q, self.test, train=self.seen, metrics=self.metrics)
+        return np.stack([found.per_user[name] for name in self.metrics], axis=1)
 
     def popularity(self) -> dict[str, Any]:
         """Metrics of one list for all, in the order of degrees; nothing where new right entities are ranked."""
@@ -211,7 +221,7 @@ class Features(Ids):
 
     def __init__(self, name: str, seed: int, data: Path) -> None:
         self.set = graph(name, seed, data) if name in GRAPHS else load(name, seed, data=data)
-        self.train, self.test = sp.csr_matrix(self.set.train), sp.csr_matrix(self.set.truth)
+        self.train, self.test, self.seen = sp.csr_matrix(self.set.train), sp.csr_matrix(self.set.truth), None
         if name in DOCUMENTS:
             self.metrics = ("precision@1", "precision@3", "precision@5")
 
@@ -219,17 +229,10 @@ class Features(Ids):
         """A model of the known entities."""
         return gt.TwoTower(**options).fit(self.set.train, self.set.left, self.set.right)
 
-    def scores(self, model: gt.TwoTower, device: str) -> list[float]:
-        """Metrics of the new entities."""
+    def embeddings(self, model: gt.TwoTower, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of the new entities and those of the other side."""
         new = on(device, model, self.set.side, self.set.new)
-        return self.ranked(
-            *((new, on(device, model, "right")) if self.set.side == "left" else (on(device, model, "left"), new))
-        )
-
-    def ranked(self, P: torch.Tensor, Q: torch.Tensor) -> list[float]:
-        """Metrics of the embeddings of new entities and those of the other side."""
-        found = evaluate_embeddings(P, Q, self.test, metrics=self.metrics)
-        return [float(found[name]) for name in self.metrics]
+        return (new, on(device, model, "right")) if self.set.side == "left" else (on(device, model, "left"), new)
 
     def peers(self, device: str, base: gt.TwoTower) -> dict[str, list[float]]:
         """Metrics of a softmax, where new left entities are ranked for on a GPU."""
@@ -260,6 +263,7 @@ class NextToIds(Ids):
         self.left, self.right, pairs = whole.left, whole.right, sp.csr_matrix(whole.train)
         pairs.data[:] = 1
         self.train, self.test = split(pairs, seed)
+        self.seen = self.train
 
     def rows(self, device: str) -> dict[str, Any]:
         """Metrics and seconds of a model that sees ids, or ids next to features."""
@@ -352,10 +356,10 @@ def softmax(part: Ids, device: str) -> list[float]:
     return best
 
 
-def measured(part: Ids, given: argparse.Namespace, name: str, first: bool) -> dict[str, Any]:
+def measured(part: Ids, given: argparse.Namespace, first: bool) -> dict[str, Any]:
     """The rows of one split: metrics, and seconds of fits."""
     device, rows = given.device, part.popularity()
-    part.fit(device=device, select=False, max_iterations=1)  # compiles
+    part.fit(device=device, max_iterations=1)  # compiles, also what ranks held-out data
     models = {}
     for row, select in (("by rules", False), ("default", True)):
         start = time.perf_counter()
@@ -372,20 +376,28 @@ def measured(part: Ids, given: argparse.Namespace, name: str, first: bool) -> di
         rows[f"tuned for {given.tune:.0f} s"] = {"metrics": part.scores(model, device)}
     if first and given.peers:
         rows |= {peer: {"metrics": row} for peer, row in part.peers(device, models["by rules"]).items()}
-    rng, best, ends = np.random.default_rng(given.seed), None, time.perf_counter() + given.seconds
-    for number in range(1, 1 + given.random if first else 0):
+    rng, tried, ends = np.random.default_rng(given.seed), [], time.perf_counter() + given.seconds
+    while first and len(tried) < given.random and time.perf_counter() < ends:
         options = part.random(rng, models["by rules"])
-        found = part.scores(part.fit(device=device, select=False, **options), device)
-        if given.log is not None:
-            with given.log.open("a") as log:
-                log.write(json.dumps({"set": name, "settings": options, "metrics": found}, default=str) + "\n")
-        if best is None or found[-1] > best[0][-1]:
-            best = found, options
-        if number == given.random or time.perf_counter() > ends:
-            text = f"best of {number} random settings on the test part"
-            rows[text] = {"metrics": best[0], "settings": str(best[1])}
-            break
-    return rows
+        model = part.fit(device=device, select=False, **options)
+        tried.append((part.values(*part.embeddings(model, device)).astype(np.float32), str(options)))
+    return rows | _best(tried)
+
+
+def _best(tried: list[tuple[np.ndarray, str]]) -> dict[str, Any]:
+    """The best of settings on the test part, and the best on one half of its entities as the other half ranks it."""
+    if not tried:
+        return {}
+    values = np.stack([one for one, _ in tried])  # settings × entities × metrics
+    means, side = np.nanmean(values, axis=1), np.random.default_rng(0).permutation(values.shape[1]) % 2
+    best = int(np.argmax(means[:, -1]))
+    halves = [np.nanmean(values[:, side == half], axis=1) for half in (0, 1)]
+    crossed = [halves[1 - half][np.argmax(halves[half][:, -1])] for half in (0, 1)]
+    found = f"best of {len(tried)} random settings"
+    return {
+        f"{found} on the test part": {"metrics": means[best].tolist(), "settings": tried[best][1]},
+        f"{found} on one half, measured on the other": {"metrics": np.mean(crossed, axis=0).tolist()},
+    }
 
 
 def objectives(part: Ids, device: str) -> dict[str, Any]:
@@ -471,7 +483,6 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0, help="random settings to try on the first split")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of random settings, on each set")
     parser.add_argument("--seed", type=int, default=0, help="of the random settings")
-    parser.add_argument("--log", type=Path, help="file of lines with each random setting and its metrics")
     parser.add_argument("--peers", action="store_true", help="EASE, ALS and a softmax, on the first split")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds to tune the default for, on sets of ids")
     parser.add_argument("--data", type=Path, default=DATA)
@@ -501,7 +512,7 @@ def main() -> None:
             if given.objectives or given.without:
                 rows, end = (objectives if given.objectives else without)(part, given.device), ""
             else:
-                rows = measured(part, given, name, split_number == 0)
+                rows = measured(part, given, split_number == 0)
                 ratio = rows["default"]["seconds"] / rows["by rules"]["seconds"]
                 end = f"| {ratio:.1f} fits {rows['default']['selection']}"
             found[f"{name} split {split_number}"] = {"metrics": list(part.metrics), "rows": rows}
