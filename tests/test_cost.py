@@ -106,7 +106,7 @@ def test_counted_pair_passes_are_the_real_ones(monkeypatch):
         return run
 
     for name in ("dots", "left_sum", "right_sum", "curvature_left"):
-        monkeypatch.setattr(cpu, name, counting(name, getattr(cpu, name)))
+        monkeypatch.setattr(cpu.KERNELS, name, counting(name, getattr(cpu.KERNELS, name)))
     case = make_case(kernels="numba")
     point = case.problem.at(case.towers)
     assert calls.total() == case.problem.work.pair_passes == 0

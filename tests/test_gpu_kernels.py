@@ -53,7 +53,7 @@ def test_agrees_with_dense_products(pattern, k, dtype, monkeypatch):
     pieces_of(monkeypatch)
     pairs = make_pairs(pattern).to(DEVICE)
     operands = there(*make_operands(pairs, k, dtype))
-    assert_same(run(gpu, pairs, operands), run_dense(pairs, operands), dtype)
+    assert_same(run(gpu.KERNELS, pairs, operands), run_dense(pairs, operands), dtype)
 
 
 def test_rows_in_one_piece_and_in_many_give_the_same(monkeypatch):
@@ -63,7 +63,7 @@ def test_rows_in_one_piece_and_in_many_give_the_same(monkeypatch):
     for piece, block in ((1, 1), (3, 4), (512, 1 << 15)):
         pieces_of(monkeypatch, piece, block)
         fresh = make_pairs("holes").to(DEVICE)
-        results.append(run(gpu, fresh, there(*operands)))
+        results.append(run(gpu.KERNELS, fresh, there(*operands)))
     for other in results[1:]:
         assert_same(other, results[0], torch.float64)
 
@@ -75,7 +75,7 @@ def test_every_order_of_columns_gives_the_same(kind, monkeypatch):
         monkeypatch.setattr(layout, name, value)
     pairs = make_pairs("holes").to(DEVICE)
     operands = there(*make_operands(pairs, 5, torch.float64))
-    assert_same(run(gpu, pairs, operands), run_dense(pairs, operands), torch.float64)
+    assert_same(run(gpu.KERNELS, pairs, operands), run_dense(pairs, operands), torch.float64)
     order = layout.right_order(pairs)
     assert (len(order.launches) > 2) == ("LINES" in COLUMN_ORDERS[kind])
     assert order.launches[-1] == len(order)
@@ -117,7 +117,7 @@ def test_rows_longer_than_a_program_holds(monkeypatch):
     monkeypatch.setattr(gpu, "LONGEST", 4)
     pairs = make_pairs("holes").to(DEVICE)
     operands = there(*make_operands(pairs, 9, torch.float64))
-    assert_same(run(gpu, pairs, operands), run_dense(pairs, operands), torch.float64)
+    assert_same(run(gpu.KERNELS, pairs, operands), run_dense(pairs, operands), torch.float64)
 
 
 @pytest.mark.parametrize("kind", COLUMN_ORDERS)
@@ -145,13 +145,13 @@ def test_bfloat16_rows_are_summed_in_float32():
     P, W, Q, H, x, left, right = there(*make_operands(pairs, 33, torch.float32))
     half = [t.bfloat16() for t in (P, Q, H)]
     exact = [t.float() for t in half]
-    results = run(gpu, pairs, (P, W, half[1], half[2], x, left, right))
+    results = run(gpu.KERNELS, pairs, (P, W, half[1], half[2], x, left, right))
     expected = run_dense(pairs, (P, W, exact[1], exact[2], x, left, right))
     results.pop("right_sum"), expected.pop("right_sum")
     assert_same(results, expected, torch.float32)
     out, wanted = right.clone(), right.clone()
-    gpu.right_sum(pairs, x, half[0], out)
-    reference.right_sum(pairs, x, exact[0], wanted)
+    gpu.KERNELS.right_sum(pairs, x, half[0], out)
+    reference.KERNELS.right_sum(pairs, x, exact[0], wanted)
     torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -162,12 +162,12 @@ def test_loss_pass_agrees_with_the_loss_functions(loss, dtype, weighted, monkeyp
     pieces_of(monkeypatch)
     pairs = make_pairs("holes").to(DEVICE)
     P, _, Q, _, _, _, _ = there(*make_operands(pairs, 6, dtype))
-    scores = reference.dots(pairs, P, Q)
+    scores = reference.KERNELS.dots(pairs, P, Q)
     labels = torch.where(torch.rand(len(pairs), device=DEVICE) < 0.5, -1.0, 1.0).to(dtype)
     imputed, a, w = (torch.rand(len(pairs), dtype=dtype, device=DEVICE) if weighted else None for _ in range(3))
     imputed = -0.7 if imputed is None else imputed
     constants = torch.tensor([0.3, -0.7], dtype=dtype, device=DEVICE)
-    observed = gpu.losses(pairs, P, Q, LossTerms(LOSSES[loss], labels, 0.3, imputed, a, w, constants))
+    observed = gpu.KERNELS.losses(pairs, P, Q, LossTerms(LOSSES[loss], labels, 0.3, imputed, a, w, constants))
     value, first, second = observed.value, observed.slopes, observed.curvatures
     f, ab, lw = LOSSES[loss], 1.0 if a is None else a, 1.0 if w is None else w
     tolerance = {"rtol": 0, "atol": 1e-5 if dtype == torch.float32 else 1e-13}
@@ -192,16 +192,16 @@ def test_loss_and_sum_in_one_pass_agree_with_two(loss, k, weighted, monkeypatch)
     for tangents in (None, (W, H)):
         wanted, mine = out.clone(), out.clone()
         x = in_two_passes(pairs, P, Q, terms, wanted, tangents)
-        y = gpu.loss_left(pairs, P, Q, terms, mine, tangents)
+        y = gpu.KERNELS.loss_left(pairs, P, Q, terms, mine, tangents)
         torch.testing.assert_close(y, x, rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(mine, wanted, rtol=1e-11, atol=1e-11)
 
 
 def in_two_passes(pairs, P, Q, terms, out, tangents):
-    observed = reference.losses(pairs, P, Q, terms)
+    observed = reference.KERNELS.losses(pairs, P, Q, terms)
     if tangents is not None:
-        return reference.curvature_left(pairs, observed.curvatures, P, tangents[0], Q, tangents[1], out)
-    reference.left_sum(pairs, observed.slopes, Q, out)
+        return reference.KERNELS.curvature_left(pairs, observed.curvatures, P, tangents[0], Q, tangents[1], out)
+    reference.KERNELS.left_sum(pairs, observed.slopes, Q, out)
     return observed.slopes
 
 
@@ -210,21 +210,21 @@ def test_what_cannot_be_done_in_one_pass_is_left_to_two(monkeypatch):
     P, W, Q, H, _, out, _ = there(*make_operands(pairs, 9, torch.float32))
     labels, constants = torch.ones(len(pairs), device=DEVICE), torch.tensor([0.3, -0.7], device=DEVICE)
     terms = [LossTerms(loss, labels, 0.3, -0.7, None, None, constants) for loss in (LOSSES["logistic"], COSH)]
-    assert gpu.loss_left(pairs, P, Q, terms[0], out.clone()) is not None
+    assert gpu.KERNELS.loss_left(pairs, P, Q, terms[0], out.clone()) is not None
     for tangents in (None, (W, H)):
-        assert gpu.loss_left(pairs, P, Q, terms[1], out, tangents) is None
+        assert gpu.KERNELS.loss_left(pairs, P, Q, terms[1], out, tangents) is None
     monkeypatch.setattr(gpu, "LONGEST", 8)
-    assert gpu.loss_left(pairs, P, Q, terms[0], out) is None
+    assert gpu.KERNELS.loss_left(pairs, P, Q, terms[0], out) is None
 
 
 def test_an_imported_order_is_the_exported_one(monkeypatch):
     pieces_of(monkeypatch, 3, 5)
     pairs = make_pairs("holes").to(DEVICE)
     wanted = layout.left_order(pairs), layout.right_order(pairs)
-    short, long = gpu.export_order(pairs)
+    short, long = gpu.KERNELS.export_order(pairs)
     assert all(len(order.gathered) == 0 for order in short)
     copy = type(pairs)(pairs.shape, pairs.offsets, pairs.columns.clone())
-    gpu.import_order(copy, short, long)
+    gpu.KERNELS.import_order(copy, short, long)
     for mine, order in zip((layout.left_order(copy), layout.right_order(copy)), wanted, strict=True):
         assert torch.equal(mine.gathered, order.gathered)
         assert mine.entries is order.entries is None or torch.equal(mine.entries, order.entries)
@@ -237,15 +237,16 @@ def test_columns_and_rows_of_sixteen_bits():
     generator = torch.Generator().manual_seed(0)
     P, Q = (torch.randn(rows, k, dtype=torch.float64, generator=generator).to(DEVICE) for rows in (m, n))
     x = torch.randn(len(pairs), dtype=torch.float64, generator=generator).to(DEVICE)
-    short, long = gpu.export_order(pairs)
+    short, long = gpu.KERNELS.export_order(pairs)
     few = type(pairs)(pairs.shape, pairs.offsets, pairs.columns.cpu().to(torch.uint16).to(DEVICE))
-    gpu.import_order(few, short, {**long, "rows": long["rows"].cpu().to(torch.uint16).to(DEVICE)})
+    gpu.KERNELS.import_order(few, short, {**long, "rows": long["rows"].cpu().to(torch.uint16).to(DEVICE)})
     results = []
     for which in (pairs, few):
         left, right = torch.zeros_like(P), torch.zeros_like(Q)
-        gpu.left_sum(which, x, Q, left)
-        gpu.right_sum(which, x, P, right)
-        results.append((gpu.dots(which, P, Q), gpu.curvature_left(which, x, P, P, Q, Q, left.clone()), left, right))
+        gpu.KERNELS.left_sum(which, x, Q, left)
+        gpu.KERNELS.right_sum(which, x, P, right)
+        bent = gpu.KERNELS.curvature_left(which, x, P, P, Q, Q, left.clone())
+        results.append((gpu.KERNELS.dots(which, P, Q), bent, left, right))
     for wide, narrow in zip(*results, strict=True):
         assert torch.equal(wide, narrow)
 
@@ -255,7 +256,7 @@ def test_logistic_loss_far_out():
     for score in (-200.0, -90.0, 90.0, 200.0):
         P, Q = (torch.full((1, 1), x, dtype=torch.float32, device=DEVICE) for x in (score, 1.0))
         one, zeros = torch.ones(1, device=DEVICE), torch.zeros(2, device=DEVICE)
-        observed = gpu.losses(pairs, P, Q, LossTerms(LOSSES["logistic"], one, 0.0, 0.0, None, None, zeros))
+        observed = gpu.KERNELS.losses(pairs, P, Q, LossTerms(LOSSES["logistic"], one, 0.0, 0.0, None, None, zeros))
         assert float(observed.value) == pytest.approx(max(0.0, -score), abs=1e-30)
         assert float(observed.slopes) == (-1.0 if score < 0 else pytest.approx(0.0, abs=1e-30))
         assert 0 <= float(observed.curvatures) < 1e-30
@@ -264,7 +265,7 @@ def test_logistic_loss_far_out():
 def test_inner_product_of_long_vectors(monkeypatch):
     monkeypatch.setattr(gpu, "_RUN", 2048)
     a, b = torch.randn(2, 5001, device=DEVICE)
-    assert float(gpu.inner(a, b)) == pytest.approx(float(a.double() @ b.double()), rel=1e-13)
+    assert float(gpu.KERNELS.inner(a, b)) == pytest.approx(float(a.double() @ b.double()), rel=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -306,12 +307,12 @@ def all_passes(pairs, P, W, Q, H, zeros):
     one, none = torch.ones(len(pairs), device=DEVICE), torch.zeros(2, device=DEVICE)
     terms = LossTerms(LOSSES["logistic"], one, 0.0, 0.0, None, None, none)
     sums = [zeros(matrix) for matrix in (P, P, P, P, Q)]
-    gpu.left_sum(pairs, x, Q, sums[0])
-    bent = gpu.curvature_left(pairs, x, P, W, Q, H, sums[1])
-    slopes = gpu.loss_left(pairs, P, Q, terms, sums[2])
-    curved = gpu.loss_left(pairs, P, Q, terms, sums[3], (W, H))
-    gpu.right_sum(pairs, x, P, sums[4])
-    return [gpu.dots(pairs, P, Q), bent, slopes, curved, *(matrix[-2:] for matrix in sums)]
+    gpu.KERNELS.left_sum(pairs, x, Q, sums[0])
+    bent = gpu.KERNELS.curvature_left(pairs, x, P, W, Q, H, sums[1])
+    slopes = gpu.KERNELS.loss_left(pairs, P, Q, terms, sums[2])
+    curved = gpu.KERNELS.loss_left(pairs, P, Q, terms, sums[3], (W, H))
+    gpu.KERNELS.right_sum(pairs, x, P, sums[4])
+    return [gpu.KERNELS.dots(pairs, P, Q), bent, slopes, curved, *(matrix[-2:] for matrix in sums)]
 
 
 @pytest.mark.parametrize("pieces", [512, 1], ids=["one piece a row", "a piece for each pair"])
@@ -345,8 +346,8 @@ def test_sums_and_products_of_matrices_with_more_than_two_to_the_thirty_one_numb
     P = torch.zeros(rows, k, device=DEVICE)
     P[-2:] = 1.0
     flat = P.view(-1)
-    assert float(gpu.inner(flat, flat)) == 2 * k
-    assert gpu.column_sums(P, dtype=torch.float64).tolist() == [2.0] * k
+    assert float(gpu.KERNELS.inner(flat, flat)) == 2 * k
+    assert gpu.KERNELS.column_sums(P, dtype=torch.float64).tolist() == [2.0] * k
     assert torch.equal(gram(P, P), torch.full((k, k), 2.0, dtype=torch.float64, device=DEVICE))
     assert torch.equal(torch.mm(P, torch.eye(k, device=DEVICE))[-2:], P[-2:])
     assert float(torch.cat([flat, flat[-k:]])[-1]) == float(torch.add(flat, flat, alpha=-0.5)[-1]) + 0.5 == 1.0
@@ -355,9 +356,9 @@ def test_sums_and_products_of_matrices_with_more_than_two_to_the_thirty_one_numb
 @pytest.mark.parametrize("rows", [0, 1, 5, 300])
 def test_column_sums(rows):
     x, weight = torch.randn(rows, 7, device=DEVICE), torch.rand(rows, device=DEVICE)
-    torch.testing.assert_close(gpu.column_sums(x), x.sum(0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gpu.KERNELS.column_sums(x), x.sum(0), rtol=1e-5, atol=1e-5)
     exact = (weight[:, None].double() * x.double()).sum(0)
-    torch.testing.assert_close(gpu.column_sums(x, weight, torch.float64), exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gpu.KERNELS.column_sums(x, weight, torch.float64), exact, rtol=1e-6, atol=1e-6)
 
 
 ACTIVATIONS = [torch.nn.ELU(), torch.nn.ELU(0.7), torch.nn.ReLU(), torch.nn.LeakyReLU(0.125), torch.nn.Tanh()]
@@ -365,7 +366,7 @@ ACTIVATIONS = [torch.nn.ELU(), torch.nn.ELU(0.7), torch.nn.ReLU(), torch.nn.Leak
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("module", [*ACTIVATIONS, torch.nn.Sigmoid()], ids=str)
-@pytest.mark.parametrize("kernels", [gpu, reference], ids=["triton", "reference"])
+@pytest.mark.parametrize("kernels", [gpu.KERNELS, reference.KERNELS], ids=["triton", "reference"])
 def test_slopes_from_outputs_are_those_of_autograd(kernels, module, dtype):
     z = torch.randn(37, 9, dtype=dtype, device=DEVICE, requires_grad=True)
     g, bias, base = (torch.randn(*shape, dtype=dtype, device=DEVICE) for shape in ((37, 9), (9,), (37, 9)))
@@ -375,7 +376,7 @@ def test_slopes_from_outputs_are_those_of_autograd(kernels, module, dtype):
     out = torch.empty_like(g)
     assert kernels.slope_product(g, bias, y.detach(), activation, out) is None
     torch.testing.assert_close(out, wanted, **tolerance)
-    sums = kernels.slope_product(g + bias, None, y.detach(), activation, out, base, 0.5, sums=True).sum(0)
+    sums = kernels.slope_product(g + bias, None, y.detach(), activation, out, (base, 0.5), sums=True).sum(0)
     torch.testing.assert_close(sums, wanted.sum(0), **tolerance)
     torch.testing.assert_close(out, 0.5 * base + wanted, **tolerance)
 
@@ -385,7 +386,7 @@ def test_elu_of_a_sum_keeps_its_digits():
     x, bias = z.view(-1, 2).to(DEVICE), torch.zeros(2, device=DEVICE)
     exact = torch.nn.functional.elu(x.double())
     torch.testing.assert_close(
-        gpu.activate(x, bias, activation_of(torch.nn.ELU())).double(), exact, rtol=4e-7, atol=1e-12
+        gpu.KERNELS.activate(x, bias, activation_of(torch.nn.ELU())).double(), exact, rtol=4e-7, atol=1e-12
     )
 
 
@@ -429,5 +430,5 @@ def test_a_loss_added_to_the_library_by_name_works_with_the_kernels_that_do_not_
 def test_a_process_without_rows_adds_nothing():
     pairs = from_sparse("pairs", sp.csr_matrix((0, 3)), least_rows=0)[0].to(DEVICE)
     x, A, out = there(torch.empty(0), torch.empty(0, 5), torch.ones(3, 5))
-    gpu.right_sum(pairs, x, A, out)
+    gpu.KERNELS.right_sum(pairs, x, A, out)
     assert bool((out == 1).all())

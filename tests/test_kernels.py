@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 import subprocess
 import sys
@@ -19,10 +17,10 @@ from gramtower._util import host
 from gramtower.data.pairs import SEGMENT, from_sparse
 from gramtower.engine import kernels
 from gramtower.engine.kernels import cpu, reference
-from gramtower.engine.kernels.elementwise import LOSSES, LossTerms, Scored, activation_of
+from gramtower.engine.kernels.elementwise import LOSSES, LossTerms, activation_of
 from gramtower.engine.objective import problem
 
-BACKENDS = {"numba": cpu, "reference": reference}
+BACKENDS = {"numba": cpu.KERNELS, "reference": reference.KERNELS}
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-13}  # of the largest number in the result
 LONG = 2 * SEGMENT + 77
 
@@ -96,7 +94,7 @@ def test_tiles_do_not_change_results(pattern, monkeypatch):
     tiled = pairs.segments if pattern != "long column" else pairs.by_column.segments
     gathered = operands[2] if pattern != "long column" else operands[0]
     assert cpu._tile(tiled, gathered, 1) < len(gathered) / 3
-    assert_same(run(cpu, pairs, operands), run_dense(pairs, operands), torch.float64)
+    assert_same(run(cpu.KERNELS, pairs, operands), run_dense(pairs, operands), torch.float64)
 
 
 @pytest.mark.parametrize("pattern", ["all", "long row", "long column"])
@@ -104,19 +102,19 @@ def test_tasks_do_not_change_the_bits(pattern, monkeypatch, threads):
     pairs = make_pairs(pattern)
     operands = make_operands(pairs, 7, torch.float32)
     threads(2)
-    few = run(cpu, pairs, operands)
+    few = run(cpu.KERNELS, pairs, operands)
     bounds = []
     parallel_for = host.parallel_for
     monkeypatch.setattr(host, "parallel_for", lambda work, cuts: (bounds.append(cuts), parallel_for(work, cuts)))
     monkeypatch.setattr(cpu, "_TASK", 16)
     monkeypatch.setattr(cpu, "_REUSE", 0)
-    many = run(cpu, pairs, operands)
+    many = run(cpu.KERNELS, pairs, operands)
     assert max(map(len, bounds)) > 2  # tasks and one
     assert all(torch.equal(few[name], many[name]) for name in many)
     bounds.clear()
     threads(1)
     monkeypatch.setattr(cpu, "_REUSE", len(pairs))  # no second task is worth reading all rows again
-    run(cpu, pairs, operands)
+    run(cpu.KERNELS, pairs, operands)
     assert not bounds
 
 
@@ -124,7 +122,7 @@ def test_blocks_of_the_reference_do_not_change_results(monkeypatch):
     pairs = make_pairs("holes")
     operands = make_operands(pairs, 7, torch.float64)
     monkeypatch.setattr(reference, "_BUFFER", 40)
-    assert_same(run(reference, pairs, operands), run_dense(pairs, operands), torch.float64)
+    assert_same(run(reference.KERNELS, pairs, operands), run_dense(pairs, operands), torch.float64)
 
 
 @pytest.fixture
@@ -142,7 +140,7 @@ def test_any_number_of_threads_gives_the_same_bits(pattern, dtype, threads):
     results = []
     for count in (1, 2, 5):
         threads(count)
-        results.append(run(cpu, pairs, operands))
+        results.append(run(cpu.KERNELS, pairs, operands))
     for other in results[1:]:
         assert all(torch.equal(results[0][name], other[name]) for name in other)
 
@@ -161,26 +159,26 @@ def test_strided_results_are_refused():
     pairs = make_pairs("holes")
     P, W, Q, H, x, left, right = make_operands(pairs, 3, torch.float64)
     with pytest.raises(ValueError, match="contiguous"):
-        cpu.left_sum(pairs, x, Q, left.t().contiguous().t())
+        cpu.KERNELS.left_sum(pairs, x, Q, left.t().contiguous().t())
     with pytest.raises(ValueError, match="contiguous"):
-        cpu.right_sum(pairs, x, P, right.t().contiguous().t())
+        cpu.KERNELS.right_sum(pairs, x, P, right.t().contiguous().t())
     with pytest.raises(ValueError, match="contiguous"):
-        cpu.curvature_left(pairs, x, P, W, Q, H, left.t().contiguous().t())
+        cpu.KERNELS.curvature_left(pairs, x, P, W, Q, H, left.t().contiguous().t())
 
 
 def test_nan_stays_nan():
     pairs = make_pairs("all")
     P, _, Q, _, x, left, _ = make_operands(pairs, 3, torch.float32)
     P[2, 1], x[5] = float("nan"), float("nan")
-    assert torch.isnan(cpu.dots(pairs, P, Q)).sum() == pairs.shape[1]
-    cpu.left_sum(pairs, x, Q, left)
+    assert torch.isnan(cpu.KERNELS.dots(pairs, P, Q)).sum() == pairs.shape[1]
+    cpu.KERNELS.left_sum(pairs, x, Q, left)
     assert torch.isnan(left).sum() == 3
 
 
 def test_a_backend_is_chosen_by_device_and_name():
-    assert kernels.select(torch.device("cpu")) is cpu
-    assert kernels.select(torch.device("cpu"), "reference") is reference
-    assert kernels.select(torch.device("meta")) is reference
+    assert kernels.select(torch.device("cpu")) is cpu.KERNELS
+    assert kernels.select(torch.device("cpu"), "reference") is reference.KERNELS
+    assert kernels.select(torch.device("meta")) is reference.KERNELS
 
 
 def test_an_unknown_backend_is_refused_with_the_choices():
@@ -193,29 +191,7 @@ def test_an_unknown_backend_is_refused_with_the_choices():
 def test_without_numba_the_reference_runs_with_a_warning(monkeypatch):
     monkeypatch.setattr(kernels, "_installed", lambda package: False)
     with pytest.warns(RuntimeWarning, match="pip install numba"):
-        assert kernels.select(torch.device("cpu")) is reference
-
-
-def backend_module(name):
-    if name == "triton":
-        pytest.importorskip("triton", reason="triton is not installed (it comes with CUDA builds of torch)")
-    return importlib.import_module(kernels._MODULES[name])
-
-
-@pytest.mark.parametrize("backend", kernels._MODULES)
-def test_every_backend_has_all_of_the_protocol_and_nothing_else(backend):
-    module = backend_module(backend)
-    own = {n: f for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")}
-    offered = {n: inspect.signature(f) for n, f in own.items() if f.__module__ in (module.__name__, reference.__name__)}
-    methods = {n: f for n, f in vars(kernels.Kernels).items() if inspect.isfunction(f) and not n.startswith("_")}
-    wanted = {}
-    for name, method in methods.items():
-        signature = inspect.signature(method)
-        wanted[name] = signature.replace(parameters=list(signature.parameters.values())[1:])  # without self
-    assert len(wanted) == 15
-    assert offered == wanted
-    flags = ("SLOPES_FROM_OUTPUTS", "GATHERS_BFLOAT16", "SOLVES_ROWS")
-    assert [type(getattr(module, name)) for name in flags] == [bool] * 3
+        assert kernels.select(torch.device("cpu")) is reference.KERNELS
 
 
 def loss_terms(loss, pairs, dtype):
@@ -231,7 +207,7 @@ def test_losses_and_their_sums_are_those_of_the_formula(backend, loss):
     pairs, module = make_pairs("holes"), BACKENDS[backend]
     P, W, Q, H, _, out, _ = make_operands(pairs, 5, torch.float64)
     t = loss_terms(LOSSES[loss], pairs, torch.float64)
-    scores = reference.dots(pairs, P, Q).requires_grad_()
+    scores = reference.KERNELS.dots(pairs, P, Q).requires_grad_()
     each = t.loss_weight * t.loss.value(t.labels, scores) - 0.15 * t.pair_weight * (t.imputed - scores) ** 2
     (slopes,) = torch.autograd.grad(each.sum(), scores, create_graph=True)
     (curvatures,) = torch.autograd.grad(slopes.sum(), scores)
@@ -241,7 +217,7 @@ def test_losses_and_their_sums_are_those_of_the_formula(backend, loss):
     torch.testing.assert_close(observed.curvatures, curvatures, **exact)
     mine, sums = out.clone(), out.clone()
     wanted = curvatures * run_change(pairs, P, W, Q, H)
-    reference.left_sum(pairs, wanted, Q, sums)
+    reference.KERNELS.left_sum(pairs, wanted, Q, sums)
     z = module.curvature_left(pairs, observed.curvatures, P, W, Q, H, mine)
     torch.testing.assert_close(z, wanted, **exact)
     torch.testing.assert_close(mine, sums, **exact)
@@ -249,7 +225,7 @@ def test_losses_and_their_sums_are_those_of_the_formula(backend, loss):
 
 
 def run_change(pairs, P, W, Q, H):
-    return reference.dots(pairs, W, Q) + reference.dots(pairs, P, H)
+    return reference.KERNELS.dots(pairs, W, Q) + reference.KERNELS.dots(pairs, P, H)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -264,12 +240,15 @@ def test_operations_over_rows(backend):
 
 def test_a_new_backend_is_a_module_and_its_name(monkeypatch):
     """The recipe "a kernel" of docs/architecture.md."""
-    calls, own = [], types.ModuleType("tests_own_kernels")
-    for name in (*(n for n in vars(kernels.Kernels) if not n.startswith("_")), "SLOPES_FROM_OUTPUTS"):
-        setattr(own, name, getattr(reference, name))
-    own.GATHERS_BFLOAT16 = own.SOLVES_ROWS = False
-    own.dots = lambda *arguments: calls.append("dots") or reference.dots(*arguments)
-    own.losses = lambda pairs, P, Q, terms: Scored(terms, own.dots(pairs, P, Q))
+    calls = []
+
+    class Own(kernels.Kernels):
+        def dots(self, *arguments):
+            calls.append("dots")
+            return super().dots(*arguments)
+
+    own = types.ModuleType("tests_own_kernels")
+    own.KERNELS = Own()
     monkeypatch.setitem(sys.modules, own.__name__, own)
     monkeypatch.setitem(kernels._MODULES, "own", own.__name__)
     monkeypatch.setattr(kernels, "BACKENDS", ("auto", *kernels._MODULES))
@@ -281,7 +260,7 @@ def test_a_new_backend_is_a_module_and_its_name(monkeypatch):
         g = point.gradient()
         results.append(torch.cat([g.vector, point.gauss_newton() @ g.vector, point.preconditioner() @ g.vector]))
     assert torch.equal(*results)
-    assert calls == ["dots"]
+    assert calls == ["dots"] * 3  # the reference multiplies by G with two
 
 
 FORKED = """

@@ -31,10 +31,10 @@ def test_the_emulation_does_what_the_programs_do(kind, monkeypatch):
         monkeypatch.setattr(layout, name, value)
     pairs = make_pairs("holes")
     operands = make_operands(pairs, 5, torch.float64)
-    wanted = run(gpu, pairs, operands)
+    wanted = run(gpu.KERNELS, pairs, operands)
     emulate(monkeypatch)
     assert all(isinstance(getattr(programs, name), Emulated) for name in PROGRAMS)
-    assert_same(run(gpu, pairs, operands), wanted, torch.float64)
+    assert_same(run(gpu.KERNELS, pairs, operands), wanted, torch.float64)
 
 
 def test_training_with_the_emulation_is_training_with_the_programs(monkeypatch):

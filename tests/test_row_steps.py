@@ -78,7 +78,7 @@ def test_rows_without_pairs_and_long_ones_are_solved_by_any_number_of_threads(so
     found = []
     before = torch.get_num_threads()
     try:
-        for module, threads in ((reference, 1), (cpu, 1), (cpu, 3)):
+        for module, threads in ((reference.KERNELS, 1), (cpu.KERNELS, 1), (cpu.KERNELS, 3)):
             torch.set_num_threads(threads)
             systems = RowSystems(
                 y.clone(), torch.ones(1, 5), torch.ones(rows), spectrum, torch.full((rows,), 0.2), 3, 0.0

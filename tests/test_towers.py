@@ -389,7 +389,7 @@ def test_deferred_sums_are_added_up_before_they_grow(monkeypatch):
 
 
 def test_a_workspace_is_never_the_memory_that_is_read():
-    values = Values({}, reference, torch.float64, torch.device("cpu"))
+    values = Values({}, reference.KERNELS, torch.float64, torch.device("cpu"))
     given = torch.zeros(5, 4, dtype=torch.float64)
     for rows, columns in ((5, 4), (5, 4), (5, 7), (3, 7), (3, 4), (0, 4)):
         made = values.workspace(given[:rows], columns)

@@ -26,16 +26,8 @@ from torch import Tensor
 from gramtower._util import host
 from gramtower._util.compiled import compiled
 from gramtower.data.pairs import Pairs, Segments
-from gramtower.engine.kernels import reference
-from gramtower.engine.kernels.elementwise import LossTerms, Observed, Scored
-from gramtower.engine.kernels.reference import RowSystems
+from gramtower.engine.kernels.reference import Kernels, RowSystems
 
-activate, slope_product = reference.activate, reference.slope_product  # torch has nothing faster for these
-column_sums, column_lines = reference.column_sums, reference.column_lines
-export_order, import_order, loss_left = reference.export_order, reference.import_order, reference.loss_left
-SLOPES_FROM_OUTPUTS = False  # a stored slope is one multiplication, cheaper than computing it again
-GATHERS_BFLOAT16 = False
-SOLVES_ROWS = True  # a row's pairs stay in the cache
 _SUMS = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; NaN and infinity keep their meaning
 _TILE_BYTES = 1 << 19  # half of a usual second-level cache
 _TASK = 1 << 15  # pairs in a task, or fewer when there would be too few tasks for the threads
@@ -43,46 +35,6 @@ _REUSE = 16  # pairs in a task for each row that they may gather, likewise: of 2
 _SHARE = 1 << 12  # but not fewer than these: waking a thread takes as long
 _ROW_COST = 8  # of a row of its own system, in pairs
 _RUN = 1 << 20  # elements of a dot product summed in one run
-
-
-def dots(pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
-    x = torch.empty(len(pairs), dtype=A.dtype)
-    s = pairs.segments
-    tile = _tile(s, B, 1)
-    _run_tasks(_dots, s, len(B), tile, s.rows, s.starts, _np(pairs.columns), _np(A), _np(B), x.numpy())
-    return x
-
-
-def left_sum(pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
-    _sum_into(pairs.segments, pairs.columns, x, None, B, out)
-
-
-def right_sum(pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
-    columns = pairs.by_column
-    _sum_into(columns.segments, columns.rows, x, _np(columns.position), A, out)
-
-
-def curvature_left(pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor) -> Tensor:
-    """Fused, in one pass."""
-    z = torch.empty_like(c)
-    s, result = pairs.segments, _out(out)
-    carry = np.zeros((s.continued, Q.shape[1]), dtype=result.dtype)
-    _run_tasks(
-        _curvature_left, s, len(Q), _tile(s, Q, 2), s.rows, s.starts, s.lines, _np(pairs.columns), _np(c),
-        _np(P), _np(W), _np(Q), _np(H), z.numpy(), result, carry,
-    )  # fmt: skip
-    _add_carry(s, result, carry)
-    return z
-
-
-def solve_left(pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor:
-    """A row's pairs are gathered once and stay in the cache."""
-    return _solve(pairs.offsets, pairs.columns, None, x, c, B, rows)
-
-
-def solve_right(pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor:
-    columns = pairs.by_column
-    return _solve(columns.offsets, columns.rows, columns.position, x, c, A, rows)
 
 
 def _solve(
@@ -99,27 +51,6 @@ def _solve(
     )  # fmt: skip
     host.parallel_for(lambda first, last: _solve_rows(first, last, *arguments), bounds)
     return torch.tensor(norms.sum())
-
-
-def losses(pairs: Pairs, P: Tensor, Q: Tensor, terms: LossTerms) -> Observed:
-    return Scored(terms, dots(pairs, P, Q))
-
-
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    """Sums of fixed runs, added in order."""
-    runs = -(-len(a) // _RUN)
-    x, y = _np(a), _np(b)
-    if runs == 1:
-        return torch.tensor(_dot(x, y), dtype=torch.float64)
-    sums = np.zeros(runs)
-
-    def add(first: int, last: int) -> None:
-        for run in range(first, last):
-            part = slice(run * _RUN, (run + 1) * _RUN)
-            sums[run] = _dot(x[part], y[part])
-
-    host.parallel_for(add, list(range(runs + 1)))
-    return torch.tensor(sums.sum())
 
 
 def _sum_into(s: Segments, others: Tensor, x: Tensor, position: NDArray[Any] | None, B: Tensor, out: Tensor) -> None:
@@ -392,3 +323,67 @@ def _solve_rows(  # type: ignore[no-untyped-def]  # pragma: no cover
             turn, rz = after / rz, after
             for t in range(k):
                 p[t] = z[t] + turn * p[t]
+
+
+class NumbaKernels(Kernels):
+    """The operations for CPUs; torch has nothing faster for those that are not here.
+
+    A stored slope of an activation is one multiplication, cheaper than computing it again.
+    """
+
+    SOLVES_ROWS = True  # a row's pairs stay in the cache
+
+    def dots(self, pairs: Pairs, A: Tensor, B: Tensor) -> Tensor:
+        x = torch.empty(len(pairs), dtype=A.dtype)
+        s = pairs.segments
+        tile = _tile(s, B, 1)
+        _run_tasks(_dots, s, len(B), tile, s.rows, s.starts, _np(pairs.columns), _np(A), _np(B), x.numpy())
+        return x
+
+    def left_sum(self, pairs: Pairs, x: Tensor, B: Tensor, out: Tensor) -> None:
+        _sum_into(pairs.segments, pairs.columns, x, None, B, out)
+
+    def right_sum(self, pairs: Pairs, x: Tensor, A: Tensor, out: Tensor) -> None:
+        columns = pairs.by_column
+        _sum_into(columns.segments, columns.rows, x, _np(columns.position), A, out)
+
+    def curvature_left(
+        self, pairs: Pairs, c: Tensor, P: Tensor, W: Tensor, Q: Tensor, H: Tensor, out: Tensor
+    ) -> Tensor:
+        """Fused, in one pass."""
+        z = torch.empty_like(c)
+        s, result = pairs.segments, _out(out)
+        carry = np.zeros((s.continued, Q.shape[1]), dtype=result.dtype)
+        _run_tasks(
+            _curvature_left, s, len(Q), _tile(s, Q, 2), s.rows, s.starts, s.lines, _np(pairs.columns), _np(c),
+            _np(P), _np(W), _np(Q), _np(H), z.numpy(), result, carry,
+        )  # fmt: skip
+        _add_carry(s, result, carry)
+        return z
+
+    def solve_left(self, pairs: Pairs, x: Tensor, c: Tensor, B: Tensor, rows: RowSystems) -> Tensor:
+        """A row's pairs are gathered once and stay in the cache."""
+        return _solve(pairs.offsets, pairs.columns, None, x, c, B, rows)
+
+    def solve_right(self, pairs: Pairs, x: Tensor, c: Tensor, A: Tensor, rows: RowSystems) -> Tensor:
+        columns = pairs.by_column
+        return _solve(columns.offsets, columns.rows, columns.position, x, c, A, rows)
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """Sums of fixed runs, added in order."""
+        runs = -(-len(a) // _RUN)
+        x, y = _np(a), _np(b)
+        if runs == 1:
+            return torch.tensor(_dot(x, y), dtype=torch.float64)
+        sums = np.zeros(runs)
+
+        def add(first: int, last: int) -> None:
+            for run in range(first, last):
+                part = slice(run * _RUN, (run + 1) * _RUN)
+                sums[run] = _dot(x[part], y[part])
+
+        host.parallel_for(add, list(range(runs + 1)))
+        return torch.tensor(sums.sum())
+
+
+KERNELS = NumbaKernels()

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -315,20 +315,12 @@ class LossTerms:
         )
 
 
-class Observed(Protocol):
-    """ℓ⁺ at some scores."""
+class Fused(NamedTuple):
+    """ℓ⁺ with its derivatives, all from one program."""
 
-    @property
-    def value(self) -> Tensor:
-        """Σ_O ℓ⁺, a float64 scalar on the device."""
-
-    @property
-    def slopes(self) -> Tensor:
-        """X of eq:Xij: ∂ℓ⁺/∂ŷ on O, in row order."""
-
-    @property
-    def curvatures(self) -> Tensor:
-        """∂²ℓ⁺/∂ŷ² on O, in row order."""
+    value: Tensor  # Σ_O ℓ⁺, a float64 scalar on the device
+    slopes: Tensor  # X of eq:Xij: ∂ℓ⁺/∂ŷ on O, in row order
+    curvatures: Tensor  # ∂²ℓ⁺/∂ŷ² on O, in row order
 
 
 class Scored:
@@ -379,3 +371,6 @@ class Scored:
         """ŷ − ỹ on some pairs; a new tensor."""
         imputed = self.terms.imputed
         return self.scores[part] - (imputed[part] if isinstance(imputed, Tensor) else imputed)
+
+
+Observed: TypeAlias = Scored | Fused  # ℓ⁺ at some scores, with its derivatives

@@ -24,6 +24,7 @@ from torch import Tensor
 from gramtower._util.host import SideStream, products_in
 from gramtower.distributed.group import Pending
 from gramtower.engine.kernels import Kernels
+from gramtower.engine.kernels.reference import Scaled
 from gramtower.engine.objective.blocks import LeftBlock, PairBlocks
 from gramtower.engine.objective.constants import Constants, PairConstants
 from gramtower.engine.objective.formulas import SideSums, gram, output_gradient, pair_moments, side_sums, value_terms
@@ -264,7 +265,7 @@ class Evaluation:
 
     def _start_pull(
         self, direction: Parameters | None, extra: float, out: Parameters | None
-    ) -> tuple[Parameters, list[tuple[Tensor, float] | None]]:
+    ) -> tuple[Parameters, list[Scaled | None]]:
         """The part of Ψ in ``out``, but for tables whose gradient is fused with it: those for their vjp."""
         regularised, scale = self._regularised(direction, extra)
         out = regularised.empty() if out is None else out

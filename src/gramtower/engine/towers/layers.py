@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gramtower._util import checks as check
 from gramtower.data.pairs import Block, Features, IdBlock, SparseBlock
 from gramtower.engine.kernels.elementwise import TABLE, Activation, activation_of
+from gramtower.engine.kernels.reference import Scaled
 from gramtower.engine.towers.steps import (
     Change,
     Cotangent,
@@ -352,11 +353,9 @@ class Elementwise(Op):
     def fuses_initial(self, values: Values) -> bool:
         return self._keeps_output(values) and values.dtype == torch.float32  # the dtype of GPU programs' arguments
 
-    def vjp_fused(
-        self, saved: _Slopes, g: Cotangent, values: Values, rows: Tensor, initial: Tensor, scale: float
-    ) -> Tensor:
+    def vjp_fused(self, saved: _Slopes, g: Cotangent, values: Values, rows: Tensor, initial: Scaled) -> Tensor:
         assert saved.y is not None
-        lines = values.kernels.slope_product(plain(g), None, saved.y, self.activation, rows, initial, scale, sums=True)
+        lines = values.kernels.slope_product(plain(g), None, saved.y, self.activation, rows, initial, sums=True)
         assert lines is not None
         return lines
 

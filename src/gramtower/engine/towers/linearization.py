@@ -16,6 +16,7 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util.host import BlockPlan
 from gramtower.data.pairs import Block, Features
+from gramtower.engine.kernels.reference import Scaled
 from gramtower.engine.towers.steps import Change, Cotangent, Named, Op, Shifted, Values, materialise
 
 
@@ -186,9 +187,7 @@ class Linearization:
         return None
 
     @torch.no_grad()
-    def vjp(
-        self, cotangent: Tensor, out: Named, initial: tuple[Tensor, float] | None = None, flush: bool = True
-    ) -> None:
+    def vjp(self, cotangent: Tensor, out: Named, initial: Scaled | None = None, flush: bool = True) -> None:
         """Add Σ_i (∂y_i/∂θ)ᵀ cotangent_i to ``out``, tensor by tensor.
 
         With ``initial`` the tensor :attr:`fusable_table` of ``out`` is overwritten with its gradient plus
@@ -217,7 +216,7 @@ class Linearization:
         saved: list[object],
         cotangent: Tensor,
         out: Named,
-        initial: tuple[Tensor, float] | None = None,
+        initial: Scaled | None = None,
     ) -> None:
         """Add the vjp of one block to ``out``, as ``vjp`` does, between ``start_bias_sums`` and ``flush_bias_sums``."""
         steps, values, first = self.steps, self.values, self._first
@@ -226,9 +225,8 @@ class Linearization:
             assert g is not None  # only the first step returns None
             if index == 1 and initial is not None:
                 rows = steps[0].table_rows(saved[0], out)
-                lines = steps[1].vjp_fused(
-                    saved[1], g, values, rows, initial[0][first + start : first + stop], initial[1]
-                )
+                own = initial[0][first + start : first + stop], initial[1]
+                lines = steps[1].vjp_fused(saved[1], g, values, rows, own)
                 steps[0].vjp_bias(lines, values, out)
                 return
             g = steps[index].vjp(saved[index], g, values, out, index > 0)

@@ -27,6 +27,7 @@ from gramtower._util import checks as check
 from gramtower.data.pairs import Block, Features, SparseBlock
 from gramtower.distributed.group import Group
 from gramtower.engine.kernels import Kernels
+from gramtower.engine.kernels.reference import Scaled
 
 Named = dict[str, Tensor]
 Names = Mapping[int, str]  # id of a parameter → its name within the tower
@@ -216,10 +217,8 @@ class Op:
         """For a second step: whether it has ``vjp_fused``."""
         return False
 
-    def vjp_fused(
-        self, saved: Any, g: Cotangent, values: Values, rows: Tensor, initial: Tensor, scale: float
-    ) -> Tensor:
-        """Write gᵀ∂y/∂x + scale·initial to ``rows``; return partial column sums of the first term."""
+    def vjp_fused(self, saved: Any, g: Cotangent, values: Values, rows: Tensor, initial: Scaled) -> Tensor:
+        """Write gᵀ∂y/∂x + ``initial`` to ``rows``; return partial column sums of the first term."""
         raise NotImplementedError
 
     # The preconditioner, see kronecker.py.
