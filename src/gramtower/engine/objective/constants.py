@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from gramtower.data.matrices import everywhere, extremes
 from gramtower.data.pairs import Pairs
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Shards
-from gramtower.engine.kernels import select
 from gramtower.engine.kernels.elementwise import Loss, LossTerms
 from gramtower.engine.objective.formulas import Side, column_sums
 from gramtower.engine.objective.regularizers import Regularizer
@@ -34,27 +33,6 @@ from gramtower.engine.objective.regularizers import Regularizer
 Numbers: TypeAlias = NDArray[np.floating[Any]]
 WeightsLike: TypeAlias = str | Sequence[float] | NDArray[np.generic] | Tensor | None  # accepted as weights of entities
 ImputedLike: TypeAlias = float | str | Sequence[NDArray[np.generic] | Tensor]  # accepted as imputed labels
-
-
-class ProblemData(Protocol):
-    """The attributes of a :class:`~gramtower.Problem` that the constants are made of."""
-
-    pairs: Pairs
-    shards: Shards
-    loss: Loss
-    imputed: Imputed
-    labels: Numbers
-    label_range: tuple[Any, Any]
-    pair_weights: Numbers | None
-    weight_arrays: tuple[Numbers | None, Numbers | None]
-    penalty_arrays: tuple[Numbers | None, Numbers | None]
-    omega: float
-    l2: float
-    regularizer: Regularizer | None
-    embedding_l2: float
-    precision: str
-    pair_precision: str
-    kernels: str
 
 
 @dataclass(frozen=True)
@@ -99,89 +77,6 @@ class PairConstants:
     def sampled(self, pairs: Pairs, entries: Tensor) -> PairConstants:
         """Some of the pairs, by number, with their pattern."""
         return PairConstants(pairs, self.terms.at(entries))
-
-
-def make_constants(problem: ProblemData, dtype: torch.dtype, device: torch.device) -> Constants:
-    """The entities' part of a problem; refuses constants that the dtype cannot hold."""
-    _check_range(problem, dtype)
-    weights, penalties = problem.weight_arrays, problem.penalty_arrays
-    factors = problem.imputed.factors
-    imputed: tuple[Tensor | float, ...] = (
-        (problem.imputed.constant, 1.0) if factors is None else tuple(f.to(device, dtype) for f in factors)
-    )
-    left, right = (
-        Side(_tensor(weights[side], dtype, device), _tensor(penalties[side], dtype, device), imputed[side])
-        for side in (0, 1)
-    )
-    shards = problem.shards
-    local = left.imputed_gramian(shards.left.count), right.imputed_gramian(shards.right.count)
-    square = (local[0] * local[1]).sum() if shards.single else torch.mul(*shards.group.sum_all(*local)).sum()
-    scalars = torch.tensor([problem.omega, problem.imputed.constant], dtype=dtype, device=device)
-    total = None
-    if problem.imputed.fitted:
-        local_sum = None if right.weight is None else float(right.weight.sum(dtype=torch.float64))
-        total = float(shards.right.total if local_sum is None else shards.group.totals(local_sum)[0])
-    return Constants(
-        left, right, problem.omega, problem.l2, float(square), scalars, problem.precision, problem.pair_precision,
-        shards, problem.regularizer, total,
-    )  # fmt: skip
-
-
-def make_pair_constants(
-    problem: ProblemData, constants: Constants, rows: tuple[int, int] | None = None
-) -> PairConstants:
-    """The pairs of a range of left rows held here, None for all of them."""
-    dtype, device = constants.scalars.dtype, constants.scalars.device
-    pairs, where, left = problem.pairs, slice(None), constants.left
-    if rows is not None:
-        (pairs, where), left = problem.pairs.row_range(*rows), left.rows(*rows)
-    pairs = pairs.to(device)
-    right = constants.right
-    weight = None
-    if left.weight is not None or right.weight is not None:
-        weight = torch.ones(len(pairs), dtype=dtype, device=device)
-        if left.weight is not None:
-            weight *= left.weight[pairs.rows]
-        if right.weight is not None:
-            weight *= constants.shards.gather(right.weight).wait()[pairs.columns]
-    imputed: Tensor | float = problem.imputed.constant
-    if isinstance(left.imputed, Tensor) and isinstance(right.imputed, Tensor):
-        gathered = constants.shards.gather(right.imputed).wait()
-        imputed = select(device, problem.kernels).dots(pairs, left.imputed, gathered)
-    loss_weight = None if problem.pair_weights is None else problem.pair_weights[where]
-    labels = _labels(problem.labels[where], problem.label_range, dtype, device)
-    weights = weight, _tensor(loss_weight, dtype, device)
-    return PairConstants(pairs, LossTerms(problem.loss, labels, problem.omega, imputed, *weights, constants.scalars))
-
-
-def _check_range(problem: ProblemData, dtype: torch.dtype) -> None:
-    """Refuse constants that the towers' dtype cannot hold, by name."""
-    (a, b), (left, right) = problem.weight_arrays, problem.penalty_arrays
-    for name, value in (
-        ("omega", problem.omega), ("l2", problem.l2), ("embedding_l2", problem.embedding_l2),
-        ("imputed", problem.imputed.constant), ("imputed", problem.imputed.factors), ("pairs", problem.labels),
-        ("left_weights", a), ("right_weights", b), ("pair_weights", problem.pair_weights),
-        ("embedding_l2 and frequency_power", left), ("embedding_l2 and frequency_power", right),
-    ):  # fmt: skip
-        for part in value if isinstance(value, tuple) else (value,):
-            most = math.inf  # of an array, found by all threads
-            if isinstance(part, np.ndarray) and part.ndim == 1 and len(part):
-                most = max(abs(float(extreme)) for extreme in extremes(part))
-            if part is not None and not most <= torch.finfo(dtype).max:
-                check.fits(name, part, dtype)
-
-
-def _tensor(array: Numbers | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    return None if array is None else torch.tensor(array, dtype=dtype, device=device)
-
-
-def _labels(
-    array: NDArray[np.generic], bounds: tuple[float, float], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """R on O; one number expanded to all where they are equal, as for plain implicit feedback."""
-    if len(array) and bounds[0] == bounds[1]:
-        return torch.tensor([array[0]], dtype=dtype, device=device).expand(len(array))
-    return torch.from_numpy(array).to(device, dtype)  # neither is written to
 
 
 EXPECTED = 'an array of weights, or text such as "degree^0.5", "degree^-0.5", or "degree^0" for none'

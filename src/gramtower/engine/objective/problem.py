@@ -34,7 +34,7 @@ from gramtower.data.matrices import SparseMatrix, extremes
 from gramtower.data.pairs import MatrixLike, as_features, from_sparse, sorting_bytes
 from gramtower.distributed.shards import Shards, unsharded
 from gramtower.engine.kernels import BACKENDS, layout, select
-from gramtower.engine.kernels.elementwise import Loss, as_loss
+from gramtower.engine.kernels.elementwise import Loss, LossTerms, as_loss
 from gramtower.engine.objective.blocks import PairBlocks
 from gramtower.engine.objective.constants import (
     Constants,
@@ -47,10 +47,9 @@ from gramtower.engine.objective.constants import (
     checked_weights,
     embedding_penalties,
     entity_weights,
-    make_constants,
-    make_pair_constants,
 )
 from gramtower.engine.objective.cuda_graphs import GraphExecutor, GraphPool
+from gramtower.engine.objective.formulas import Side
 from gramtower.engine.objective.gauss_newton import GaussNewton
 from gramtower.engine.objective.kronecker import SIDES, Kronecker, kronecker
 from gramtower.engine.objective.planning import Footprint, Orders, Plan, Streamed, make_plan
@@ -374,7 +373,7 @@ class Problem:
         """The constants of the objective in the towers' dtype on their device; made once."""
         key = (towers.dtype, towers.device)
         if key not in self._constants:
-            self._constants[key] = make_constants(self, *key)
+            self._constants[key] = _made_constants(self, *key)
         return self._constants[key]
 
     def resident_pairs(self, towers: Towers) -> PairConstants:
@@ -389,7 +388,7 @@ class Problem:
             constants = self.constants(towers)
             height, pinned = (None, False) if streamed is None else (streamed.rows, streamed.pinned)
             self._pair_blocks[key] = PairBlocks(
-                lambda rows: make_pair_constants(here, constants, rows),
+                lambda rows: _pair_constants(here, constants, rows),
                 self.shards.left.count, height, pinned, select(towers.device, self.kernels),
             )  # fmt: skip
         return self._pair_blocks[key]
@@ -535,3 +534,82 @@ class Problem:
             budget = max(budget, min(needs.resident + needs.recomputed, free_memory(towers.device) * 9 // 10))
             self.planned_budgets[towers.device] = budget
         return budget
+
+
+def _made_constants(problem: Problem, dtype: torch.dtype, device: torch.device) -> Constants:
+    """The entities' part of a problem; refuses constants that the dtype cannot hold."""
+    _check_range(problem, dtype)
+    weights, penalties = problem.weight_arrays, problem.penalty_arrays
+    factors = problem.imputed.factors
+    imputed: tuple[Tensor | float, ...] = (
+        (problem.imputed.constant, 1.0) if factors is None else tuple(f.to(device, dtype) for f in factors)
+    )
+    left, right = (
+        Side(_tensor(weights[side], dtype, device), _tensor(penalties[side], dtype, device), imputed[side])
+        for side in (0, 1)
+    )
+    shards = problem.shards
+    local = left.imputed_gramian(shards.left.count), right.imputed_gramian(shards.right.count)
+    square = (local[0] * local[1]).sum() if shards.single else torch.mul(*shards.group.sum_all(*local)).sum()
+    scalars = torch.tensor([problem.omega, problem.imputed.constant], dtype=dtype, device=device)
+    total = None
+    if problem.imputed.fitted:
+        local_sum = None if right.weight is None else float(right.weight.sum(dtype=torch.float64))
+        total = float(shards.right.total if local_sum is None else shards.group.totals(local_sum)[0])
+    return Constants(
+        left, right, problem.omega, problem.l2, float(square), scalars, problem.precision, problem.pair_precision,
+        shards, problem.regularizer, total,
+    )  # fmt: skip
+
+
+def _pair_constants(problem: Problem, constants: Constants, rows: tuple[int, int] | None = None) -> PairConstants:
+    """The pairs of a range of left rows held here, None for all of them."""
+    dtype, device = constants.scalars.dtype, constants.scalars.device
+    pairs, where, left = problem.pairs, slice(None), constants.left
+    if rows is not None:
+        (pairs, where), left = problem.pairs.row_range(*rows), left.rows(*rows)
+    pairs = pairs.to(device)
+    right = constants.right
+    weight = None
+    if left.weight is not None or right.weight is not None:
+        weight = torch.ones(len(pairs), dtype=dtype, device=device)
+        if left.weight is not None:
+            weight *= left.weight[pairs.rows]
+        if right.weight is not None:
+            weight *= constants.shards.gather(right.weight).wait()[pairs.columns]
+    imputed: Tensor | float = problem.imputed.constant
+    if isinstance(left.imputed, Tensor) and isinstance(right.imputed, Tensor):
+        gathered = constants.shards.gather(right.imputed).wait()
+        imputed = select(device, problem.kernels).dots(pairs, left.imputed, gathered)
+    loss_weight = None if problem.pair_weights is None else problem.pair_weights[where]
+    labels = _labels(problem.labels[where], problem.label_range, dtype, device)
+    weights = weight, _tensor(loss_weight, dtype, device)
+    return PairConstants(pairs, LossTerms(problem.loss, labels, problem.omega, imputed, *weights, constants.scalars))
+
+
+def _check_range(problem: Problem, dtype: torch.dtype) -> None:
+    """Refuse constants that the towers' dtype cannot hold, by name."""
+    (a, b), (left, right) = problem.weight_arrays, problem.penalty_arrays
+    for name, value in (
+        ("omega", problem.omega), ("l2", problem.l2), ("embedding_l2", problem.embedding_l2),
+        ("imputed", problem.imputed.constant), ("imputed", problem.imputed.factors), ("pairs", problem.labels),
+        ("left_weights", a), ("right_weights", b), ("pair_weights", problem.pair_weights),
+        ("embedding_l2 and frequency_power", left), ("embedding_l2 and frequency_power", right),
+    ):  # fmt: skip
+        for part in value if isinstance(value, tuple) else (value,):
+            most = math.inf  # of an array, found by all threads
+            if isinstance(part, np.ndarray) and part.ndim == 1 and len(part):
+                most = max(abs(float(extreme)) for extreme in extremes(part))
+            if part is not None and not most <= torch.finfo(dtype).max:
+                check.fits(name, part, dtype)
+
+
+def _tensor(array: Numbers | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    return None if array is None else torch.tensor(array, dtype=dtype, device=device)
+
+
+def _labels(array: Numbers, bounds: tuple[float, float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """R on O; one number expanded to all where they are equal, as for plain implicit feedback."""
+    if len(array) and bounds[0] == bounds[1]:
+        return torch.tensor([array[0]], dtype=dtype, device=device).expand(len(array))
+    return torch.from_numpy(array).to(device, dtype)  # neither is written to
