@@ -28,7 +28,7 @@ from cyclopts import Parameter
 from gramtower._util import checks as check
 from gramtower._util.checks import config_hidden
 from gramtower._util.files import plain
-from gramtower.cli.formats import DataOptions
+from gramtower.cli.formats import DataOptions, names_in
 from gramtower.cli.options import (
     Common,
     FeatureOptions,
@@ -353,7 +353,7 @@ def _run_all(runner: Runner, store: RunStore, names: list[str]) -> bool:
 
 
 def _names(text: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    names = list(dict.fromkeys(names_in(text)))
     if not any(name in SOLVERS for name in names):
         near = f"{nearest(names[0], SOLVERS)!r}, or another of " if names else "names separated by commas, of "
         check.fail("optimizers", repr(names[0] if names else text), near + ", ".join(SOLVERS))

@@ -21,7 +21,7 @@ from gramtower._util.files import as_path, write_json, write_text
 from gramtower.cli import reading
 from gramtower.cli.compare import shown as shown_comparison
 from gramtower.cli.fit_command import features_table
-from gramtower.cli.formats import DataOptions, ReadOptions, guess_format
+from gramtower.cli.formats import DataOptions, ReadOptions, guess_format, names_in
 from gramtower.cli.options import (
     Common,
     FeatureOptions,
@@ -44,6 +44,7 @@ from gramtower.experiments.benchmark_report import Benchmark, notes_of, table_of
 from gramtower.experiments.benchmark_report import build as build_benchmark
 from gramtower.experiments.benchmark_runner import BUILT_IN, TOWERS
 from gramtower.experiments.benchmark_runner import benchmark as run_benchmark
+from gramtower.experiments.comparison import read_records
 from gramtower.experiments.comparison_page import build as build_comparison
 from gramtower.experiments.cross_validation import cross_validate as validate
 from gramtower.experiments.figures import PAGE
@@ -64,7 +65,7 @@ from gramtower.metrics.definitions import DEFAULT, parse
 from gramtower.model.fitting import validated_history
 from gramtower.model.settings import ModelSettings
 from gramtower.model.two_tower import TwoTower
-from gramtower.training.result import Record, read_history
+from gramtower.training.result import Record
 
 
 def benchmark(
@@ -112,10 +113,9 @@ def benchmark(
     settings = Settings().with_flags(data, features)
     settings.data = _data_of(settings.data, configs)
     source = settings.source(path)
-    names = None if models is None else _split(models)
-    if names == ["none"]:
-        names = []
-    if names is not None and (unknown := [name for name in names if name not in BUILT_IN]):
+    names = None if models is None else names_in(models)
+    names = [] if names == ["none"] else names
+    if unknown := [name for name in names or () if name not in BUILT_IN]:
         check.fail("models", repr(unknown[0]), f"names of {', '.join(BUILT_IN)}, or none; --config adds your own")
     towers = names is None or any(name in TOWERS for name in names)
     pairs = reading.read_pairs(source, settings.data, loss=ModelSettings.loss if towers else None)
@@ -125,7 +125,7 @@ def benchmark(
     own = {name: _model(each, settings.data, pairs, common.note) for name, each in configs.items()}
     try:
         found = run_benchmark(
-            pairs, held_out, metrics=_split(metrics), models=own, baselines=names, **given, seeds=seeds,
+            pairs, held_out, metrics=names_in(metrics), models=own, baselines=names, **given, seeds=seeds,
             reference=reference, out=out, fresh=fresh, title=source.name,
             command=shlex.join(["gramtower", *tokens]), progress=None if common.quiet else note, verbose=False,
         )  # fmt: skip
@@ -138,10 +138,6 @@ def benchmark(
 def _shown(found: Benchmark, out: Path) -> list[Table | str]:
     """Return the table, the models that are missing in it, and the best model."""
     return [Table(*table_of(found.summary)), *notes_of(found.summary), found.verdict, f"report: {out / PAGE}"]
-
-
-def _split(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _configs(given: list[str]) -> dict[str, Settings]:
@@ -223,7 +219,7 @@ def cross_validate(
     source = settings.source(path)
     if out is not None and out.is_dir():
         check.fail("--out", f"{out}, which is a folder", "a file for JSON")
-    names = [metric.name for metric in parse(_split(metrics))]
+    names = [metric.name for metric in parse(names_in(metrics))]
     estimator = TwoTower(**settings.estimator_arguments(), verbose=not common.quiet)
     pairs = reading.read_pairs(source, settings.data, loss=estimator.loss)
     if settings.data.validation is not None:
@@ -380,11 +376,11 @@ def report(
 
 def read_fit(run: Path, test: Path | None, tables: Mapping[str, Path | None]) -> tuple[FitRun, list[str]]:
     """Return the content of the folder of a fit, and a list of what could not be read."""
-    history = _records(run / reading.HISTORY)
+    history = read_records(run / reading.HISTORY)
     config, notes = run / reading.CONFIG, list[str]()
     options = read_toml("config", config) if config.exists() else {}
     refitted = not options or bool(options.get("train", {}).get("refit"))  # otherwise a file of an earlier fit
-    first = _records(validated_history(run / reading.HISTORY)) if refitted else []
+    first = read_records(validated_history(run / reading.HISTORY)) if refitted else []
     title = run.resolve().name
     if not (run / reading.MODEL).exists():
         if test or any(tables.values()):
@@ -409,13 +405,6 @@ def read_fit(run: Path, test: Path | None, tables: Mapping[str, Path | None]) ->
 def _named(history: list[Record], first: list[Record]) -> dict[str, list[Record]]:
     """Return the records of a fit by name, with refit those of both halves."""
     return {"with validation": first, "on all pairs": history} if first and history else {"fit": history or first}
-
-
-def _records(path: Path) -> list[Record]:
-    try:
-        return read_history(path) if path.exists() else []
-    except ValueError as error:
-        raise ValueError(f"folder: {path} is not a history: {error}") from error
 
 
 def _summary(path: Path) -> dict[str, Any]:

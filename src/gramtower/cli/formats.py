@@ -198,8 +198,12 @@ def _arguments(options: ReadOptions) -> dict[str, Any]:
 
 
 def _context(options: ReadOptions) -> dict[str, Any]:
-    named = [name.strip() for name in (options.context or "").split(",")]
-    return {} if options.context is None else {"context": [name for name in named if name]}
+    return {} if options.context is None else {"context": names_in(options.context)}
+
+
+def names_in(text: str) -> list[str]:
+    """The names of a flag that takes several, separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _other_separator(path: Path, separator: str) -> str | None:

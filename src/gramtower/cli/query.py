@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util.files import as_path
 from gramtower.cli import reading
-from gramtower.cli.formats import ReadOptions
+from gramtower.cli.formats import ReadOptions, names_in
 from gramtower.cli.options import Common, Settings, Switch, Texts, parse_option
 from gramtower.cli.output import Table, silent
 from gramtower.data.entity_table import EntityTable
@@ -72,7 +72,6 @@ def evaluate(
         right_features: Table of right entities, of which new ones are ranked among the others.
         histories: Take the left entities of these pairs as new ones, described by them, a file like the test.
     """
-    names = tuple(name.strip() for name in metrics.split(",") if name.strip())
     model, settings = reading.open_model(run)
     pairs = reading.read_like(settings, test, "--test", data)
     new: dict[str, Any] = {}
@@ -85,7 +84,7 @@ def evaluate(
             without = ["context"] if name == "exclude" else []
             new[name] = reading.read_like(settings, path, f"--{name}", data, without)
     new["allow"] = keys_of(model, "right", listed("--allow", allow))
-    found = model.evaluate(pairs, names, exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
+    found = model.evaluate(pairs, names_in(metrics), exclude_seen=exclude_seen, by=by, candidates=candidates, **new)
     counts = {"pairs": len(pairs), "pairs_left_out": found.pairs_left_out, "left_out": found.left_out}
     counts |= {"exclude_seen": exclude_seen}
     return common.answer({"metrics": found, **counts}, found)

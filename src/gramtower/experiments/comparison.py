@@ -124,6 +124,14 @@ def checkpoint_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.safetensors"
 
 
+def read_records(path: Path) -> list[Record]:
+    """Return the records of a run, none if it has no file yet."""
+    try:
+        return read_history(path) if path.exists() else []
+    except ValueError as error:
+        raise ValueError(f"folder: {path} is not a history: {error}") from error
+
+
 def read_outcomes(store: RunStore, request: Request | None) -> dict[str, Outcome]:
     """Return the recorded end of each optimizer of a request."""
     if request is None:
@@ -150,11 +158,7 @@ def read_comparison(folder: Path) -> Comparison:
         check.fail("folder", folder, expected)
     methods = []
     for name in names:
-        path, outcome = history_path(folder, name), outcomes.get(name, Outcome())
-        try:
-            history = read_history(path) if name in found else []
-        except ValueError as error:
-            raise ValueError(f"folder: {path} is not a history: {error}") from error
+        history, outcome = read_records(history_path(folder, name)), outcomes.get(name, Outcome())
         if outcome.status not in STATUSES:
             why = "no end was recorded" if history else "not started yet"
             outcome = replace(outcome, status="unfinished", message=why)
