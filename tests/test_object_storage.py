@@ -546,5 +546,5 @@ def test_files_of_the_hugging_face_hub_are_read(web, monkeypatch):
     same(gt.Interactions.from_parquet("hf://datasets/owner/name/parts", "user", "item"), whole)
     one = gt.Interactions.from_parquet("hf://datasets/owner/name@main/parts/0.parquet", "user", "item")
     same(one, gt.Interactions.from_parquet(place / "0.parquet", "user", "item"))
-    with pytest.raises(ValueError, match=r"path.*http"):
+    with pytest.raises(ValueError, match=r"path.*hf://"):
         model().save("hf://datasets/owner/name/model")

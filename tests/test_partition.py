@@ -382,7 +382,7 @@ def test_partitions_of_the_old_format_are_refused(tmp_path, capsys):
 
     (tmp_path / "manifest.json").write_text('{"format": "gramtower-partition", "version": 2}')
     (tmp_path / "part-00000-0a1b2c3d.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"manifest.*gramtower partition"):
+    with pytest.raises(ValueError, match=r"Parquet.*gramtower partition"):
         read_part(tmp_path)
     assert run(["fit", str(tmp_path), "--left", "user", "--right", "item", "--out", str(tmp_path / "run")]) == 2
     assert "no longer read" in capsys.readouterr().err
