@@ -55,7 +55,7 @@ def test_what_described_entities_with_known_ids_have_seen_is_left_out():
         found, _ = snapshot.recommend([snapshot.query(ITEMS, left_features=features, **options)])[0]
         ids, _ = model("table").recommend(k=ITEMS, left_features=features, **options)
         np.testing.assert_array_equal(np.where(found >= 0, snapshot.right.ids[found], None), ids)
-    with pytest.raises(Refused, match=r"user.*1\.5"):
+    with pytest.raises(Refused, match="whole numbers"):
         snapshot.query(3, left_features={"user": [1.5], "age": [21.0], "city": ["Lima"]})
 
 
