@@ -42,7 +42,7 @@ def sample(seed=0, users=60, items=40):
 
 
 def small(**options):
-    return gt.TwoTower(**{"dim": 4, "hidden": (), "max_iterations": 2, "device": "cpu"} | options)
+    return gt.TwoTower(**{"dim": 4, "hidden": (), "max_iterations": 2, "device": "cpu", "select": False} | options)
 
 
 class First:
@@ -322,7 +322,7 @@ def test_models_and_seeds_are_added_and_another_benchmark_is_refused(tmp_path):
         lambda: gt.benchmark(pairs, seeds=1, **given | {"metrics": "recall@6"}),
         lambda: gt.benchmark(pairs, seeds=1, models={"a": First(7)}, **given),
     ):
-        with pytest.raises(ValueError, match=r"^out: .*benchmark\.json has another (data|metrics|a),"):
+        with pytest.raises(ValueError, match=r"^out: .*benchmark\.json .*(data|metrics|a),"):
             change()
     later = gt.benchmark(pairs, seeds=[7], **given)  # seeds may be any
     assert later.summary["seeds"] == [0, 1, 7]
@@ -344,7 +344,7 @@ def test_a_damaged_run_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"benchmark\.json is damaged"):
             build(tmp_path)
     (tmp_path / "benchmark.json").write_text('{"kind": "gramtower benchmark", "version": 1}')  # of version 0.2
-    with pytest.raises(ValueError, match=r"benchmark\.json has format 1"):
+    with pytest.raises(ValueError, match=r"benchmark\.json.*format 1"):
         build(tmp_path)
     with pytest.raises(ValueError, match=r"benchmark\.json"):
         build(tmp_path / "nothing")

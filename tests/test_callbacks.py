@@ -39,7 +39,7 @@ class Spy:
 
 
 def small(**options):
-    return gt.TwoTower(**dict(dim=3, hidden=(), max_iterations=3, device="cpu", omega=0.1) | options)
+    return gt.TwoTower(**dict(dim=3, hidden=(), max_iterations=3, device="cpu", select=False, omega=0.1) | options)
 
 
 def pairs():

@@ -59,7 +59,7 @@ def test_left_ids_are_combinations_that_can_be_read():
         "device": ["tv", 'say "é"\n', "tv", None],
         "hour": [1.0, 2, 3, 4],
     }
-    with pytest.warns(UserWarning, match="1 without an id"):
+    with pytest.warns(UserWarning, match=r"1 .*id"):
         pairs = gt.Interactions.from_frame(frame, "user", "item", context=["device", "hour"])
     wanted = [{"user": 7, "device": "tv", "hour": "1"}, {"user": 8, "device": 'say "é"\n', "hour": "2"}]
     assert [json.loads(key) for key in pairs.left_ids] == [*wanted, {"user": 7, "device": None, "hour": "4"}]
@@ -177,7 +177,7 @@ def test_models_with_context_are_saved_and_updated(fitted, tmp_path):
     assert "i2" not in loaded.recommend(["new"], 5, context={"device": "fridge"})[0]
     loaded.update({"user": ["newer"], "device": ["tv"], "item": ["i2"]}, left="user", right="item")
     assert "i2" not in loaded.recommend(["newer"], 5)[0]
-    with pytest.raises(ValueError, match="more_pairs: got pairs without context columns"):
+    with pytest.raises(ValueError, match=r"^more_pairs: .*context"):
         loaded.update(gt.Interactions.from_arrays(["u1"], ["i1"]))
 
 
@@ -209,7 +209,7 @@ def test_bad_contexts_are_refused_by_argument(fitted):
     for wrong in ({"dev": "tv"}, "tv", {"device": ["tv", "tv"]}, ["tv"]):
         with pytest.raises(ValueError, match="context"):
             model.recommend(["u1"], 3, context=wrong)
-    with pytest.raises(ValueError, match="left ids: got unknown ids 'u'"):
+    with pytest.raises(ValueError, match=r"^left ids: .*'u'"):
         model.recommend(["u"], 3, context={"device": "tv"})
     with pytest.raises(ValueError, match="context"):
         model.recommend(left_features={"user": ["u1"], "device": ["tv"]}, context={"device": "tv"})

@@ -25,7 +25,7 @@ def sample(seed=0, users=60, items=40):
 
 
 def small(**options):
-    return gt.TwoTower(**{"dim": 3, "hidden": (), "max_iterations": 2, "device": "cpu"} | options)
+    return gt.TwoTower(**{"dim": 3, "hidden": (), "max_iterations": 2, "device": "cpu", "select": False} | options)
 
 
 class Popular:

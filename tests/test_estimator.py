@@ -294,7 +294,7 @@ def test_scikit_learn_conventions():
     ],
 )
 def test_an_unknown_argument_is_refused_with_what_was_meant(name, hint):
-    with pytest.raises(TypeError, match=re.escape(f"TwoTower() got an unexpected keyword argument '{name}'; {hint}")):
+    with pytest.raises(TypeError, match=rf"'{name}'.*{re.escape(hint)}"):
         gt.TwoTower(**{name: 3})
     if "did" in hint:
         with pytest.raises(ValueError, match=re.escape(f"parameter: got '{name}' ({hint})")):

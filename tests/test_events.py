@@ -79,7 +79,7 @@ def test_times_after_now_and_milliseconds_are_refused():
     with pytest.raises(ValueError, match=r"now: .*1 later"):
         decays(times, "10d", 19 * DAY)
     future = np.append(times, 32_503_680_000.0)  # one wrong row in the year 3000
-    with pytest.raises(ValueError, match="time: got 1 times in the future, up to 3000-01-01"):
+    with pytest.raises(ValueError, match=r"^time: .*3000-01-01"):
         decays(future, "10d")
     assert decays(future, "10d", now="3000-01-01")[2] == 1
     with pytest.raises(ValueError, match="milliseconds"):
@@ -159,7 +159,7 @@ def test_bad_events_are_refused_by_argument():
         read(event="kind")
     with pytest.raises(ValueError, match="time: "):
         read(LOG | {"day": ["soon"] * 5}, time="day", half_life="3d")
-    with pytest.raises(ValueError, match="weights: got only zeros"):
+    with pytest.raises(ValueError, match=r"^weights: .*zeros"):
         read(weights=dict.fromkeys(WEIGHTS, 0))
     with pytest.raises(ValueError, match=r"now: .*half_life"):
         read(now="2024-02-10")

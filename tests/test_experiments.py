@@ -177,5 +177,5 @@ def test_an_experiment_is_told_from_a_config_of_fit(tmp_path):
     assert [load_experiment(tmp_path / name).name for name in ("a.toml", "b.toml")] == [None, "b"]
     assert isinstance(load_experiment(tmp_path / "b.toml"), Experiment)
     (tmp_path / "c.toml").write_text("[optimizers.gd]\n")
-    with pytest.raises(ValueError, match="got c without a shape"):
+    with pytest.raises(ValueError, match=r"c .*shape"):
         load_experiment(tmp_path / "c.toml").synthetic_pairs()

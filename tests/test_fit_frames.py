@@ -22,7 +22,7 @@ NAMES = dict(left="user", right="item")
 
 
 def small(**options):
-    return gt.TwoTower(**dict(dim=3, hidden=(), max_iterations=3, device="cpu", omega=0.1) | options)
+    return gt.TwoTower(**dict(dim=3, hidden=(), max_iterations=3, device="cpu", select=False, omega=0.1) | options)
 
 
 def frame(kind):

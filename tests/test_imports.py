@@ -167,5 +167,5 @@ def test_old_module_names_still_work_with_a_warning():
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'gramtower' has no attribute 'TwoTowers'"):
+    with pytest.raises(AttributeError, match=r"'gramtower'.*'TwoTowers'"):
         _ = gramtower.TwoTowers

@@ -46,7 +46,7 @@ def unscaled(side, given, ids, matrix):
 
 
 def small(**options):
-    return gt.TwoTower(**{"dim": 8, "hidden": (16,), "max_iterations": 20, "device": "cpu", **options})
+    return gt.TwoTower(**{"dim": 8, "hidden": (16,), "max_iterations": 20, "device": "cpu", "select": False, **options})
 
 
 def test_parts_stand_side_by_side_in_the_order_given():

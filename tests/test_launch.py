@@ -266,6 +266,6 @@ def test_without_the_package_the_line_that_installs_it_is_told(engine, parts, tm
     monkeypatch.setitem(sys.modules, package, None)
     for name in [name for name in sys.modules if name.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match=f"needs {package}, which is not installed") as raised:
+    with pytest.raises(ImportError, match=package) as raised:
         engine.fit(parts, SETTINGS, out=tmp_path / "run")
     assert str(raised.value).endswith(install_line(package))

@@ -542,6 +542,6 @@ def test_forward_mode_agrees_with_double_backward_and_the_dense_twin(tower, kind
 def test_a_module_without_either_derivative_is_refused_by_newton_and_trained_by_gradients():
     problem = gt.Problem(PAIRS, omega=0.5, l2=0.1)
     towers = gt.Towers(Cubed(6, NoForward.apply), Cubed(5, NoForward.apply))
-    with pytest.raises(ValueError, match=r"^tower: Cubed has neither.*'lbfgs'"):
+    with pytest.raises(ValueError, match=r"^tower: Cubed.*'lbfgs'"):
         gt.minimize(problem, towers, "newton-kron", 2)
     assert len(gt.minimize(problem, towers, "lbfgs", 2).history) == 3

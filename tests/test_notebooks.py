@@ -65,7 +65,7 @@ def pairs(**more):
 
 
 def small(**changes):
-    return gt.TwoTower(**{"dim": 2, "hidden": (), "max_iterations": 2, "device": "cpu"} | changes)
+    return gt.TwoTower(**{"dim": 2, "hidden": (), "max_iterations": 2, "device": "cpu", "select": False} | changes)
 
 
 def test_pairs_show_sizes_and_the_first_of_them():

@@ -407,7 +407,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_refused(proxy, monkeypat
 
     assert as_path("s3://lake/x").read_bytes() == content  # in ranges
     proxy.passed = replace
-    with pytest.raises(OSError, match="s3://lake/x was replaced"):
+    with pytest.raises(OSError, match=r"s3://lake/x .*again"):
         as_path("s3://lake/x").read_bytes()
     assert as_path("s3://lake/x").read_bytes() == content[::-1]
 
@@ -416,7 +416,7 @@ def test_parts_that_are_replaced_between_list_and_reading_are_refused(s3):
     upload("s3://lake/parts/a", b"old")
     listed = next(as_path("s3://lake/parts").iterdir())
     upload("s3://lake/parts/a", b"new")
-    with pytest.raises(OSError, match="s3://lake/parts/a was replaced"):
+    with pytest.raises(OSError, match=r"s3://lake/parts/a .*again"):
         listed.read_bytes()
 
 
@@ -438,7 +438,7 @@ def test_each_cloud_has_its_store(monkeypatch):
     for scheme, kind in (("gs", "GCSStore"), ("az", "AzureStore")):
         store, key = as_path(f"{scheme}://bucket/runs/model").place
         assert (type(store).__name__, key) == (kind, "runs/model")
-        with pytest.raises(ValueError, match="after the bucket"):
+        with pytest.raises(ValueError, match=r"path.*bucket"):
             model().save(f"{scheme}://bucket")
 
 
@@ -522,7 +522,7 @@ def test_web_addresses_are_read_and_never_written(web):
         proxy.cut = ("down", 200_000, 1000)
         with pytest.raises(ConnectionError, match=f"{proxy.address}/large"):
             as_path(f"{proxy.address}/large").read_bytes()
-    with pytest.raises(ValueError, match="only be read"):
+    with pytest.raises(ValueError, match=r"path.*http"):
         model().save(f"{address}/model.gramtower")
     with pytest.raises(ValueError, match="without"):
         gt.load(f"{address}/model.gramtower?signature=1")
@@ -546,5 +546,5 @@ def test_files_of_the_hugging_face_hub_are_read(web, monkeypatch):
     same(gt.Interactions.from_parquet("hf://datasets/owner/name/parts", "user", "item"), whole)
     one = gt.Interactions.from_parquet("hf://datasets/owner/name@main/parts/0.parquet", "user", "item")
     same(one, gt.Interactions.from_parquet(place / "0.parquet", "user", "item"))
-    with pytest.raises(ValueError, match="only be read"):
+    with pytest.raises(ValueError, match=r"path.*hf://"):
         model().save("hf://datasets/owner/name/model")

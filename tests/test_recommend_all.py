@@ -26,7 +26,7 @@ M, N, K = 50, 40, 7
 
 
 def fit(pairs):
-    return gt.TwoTower(dim=4, hidden=(), max_iterations=3, device="cpu").fit(pairs)
+    return gt.TwoTower(dim=4, hidden=(), max_iterations=3, device="cpu", select=False).fit(pairs)
 
 
 def matrix(seed=0):
@@ -223,7 +223,7 @@ def test_a_foreign_folder_is_neither_used_nor_removed(model, tmp_path):
     folder.mkdir()
     (folder / "mine.txt").write_text("mine")
     for fresh in (False, True):
-        with pytest.raises(ValueError, match="folder of lists"):
+        with pytest.raises(ValueError, match=r"lists\.csv\.parts"):
             model.recommend_all(tmp_path / "lists.csv", K, fresh=fresh)
     assert (folder / "mine.txt").read_text() == "mine"
 

@@ -134,7 +134,7 @@ def test_sweeps_over_tables_reach_the_same_minimum_as_descent():
 
 def test_a_pattern_without_a_tensor_is_refused():
     case = make_case(regularizer={"middle.*": 2.0})
-    with pytest.raises(ValueError, match=r"^regularizer: got the pattern 'middle.\*'"):
+    with pytest.raises(ValueError, match=r"^regularizer: .*'middle.\*'"):
         case.problem.at(case.towers)
     for wrong in ({"left.*": 0.0}, {"left.*": -1.0}, {1: 2.0}, 3.0, "own"):
         with pytest.raises(ValueError, match=r"weights|regularizer"):
@@ -154,7 +154,7 @@ def test_a_model_is_saved_with_its_weights_and_fitted_again(tmp_path):
     assert np.allclose(loaded.fit(pairs).embed(), model.embed())
     own = gt.TwoTower(regularizer=Rounded(), **options).fit(pairs)
     own.save(tmp_path / "own")
-    with pytest.raises(ValueError, match=r"^regularizer: got 'Rounded.*not its code"):
+    with pytest.raises(ValueError, match=r"^regularizer: .*'Rounded"):
         gt.load(tmp_path / "own").fit(pairs)
 
 

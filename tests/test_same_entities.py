@@ -26,7 +26,7 @@ def ratings(size=60, seed=0):
 
 
 def small(**options):
-    return gt.TwoTower(**dict(dim=6, hidden=(), max_iterations=8, device="cpu", omega=0.05) | options)
+    return gt.TwoTower(**dict(dim=6, hidden=(), max_iterations=8, device="cpu", select=False, omega=0.05) | options)
 
 
 @pytest.mark.parametrize("name", ["n{}".format, int, str], ids=["names", "numbers", "written numbers"])

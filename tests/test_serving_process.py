@@ -53,15 +53,26 @@ def ask(base, path, body=None, headers=None):
         return json.loads(answer.read())
 
 
+@contextlib.contextmanager
+def serving(path, *options):
+    """A server of a model in a process of its own, and its address; it ends when it is asked to."""
+    command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", *map(str, options)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield process, line(process, r"serving at (http://127\.0\.0\.1:\d+)/", 180)[1]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
 def test_a_server_lives_through_damage_takes_up_a_new_model_and_ends(tmp_path):
     path = shutil.copy(folder() / "history.gramtower", tmp_path / "model.gramtower")
     (tmp_path / "token").write_text("s3cret\n")
-    command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0"]
-    command += ["--token-file", str(tmp_path / "token"), "--right-table", str(folder() / "items.csv")]
-    command += ["--right-id", "item"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/")[1]
+    options = ["--token-file", tmp_path / "token", "--right-table", folder() / "items.csv", "--right-id", "item"]
+    with serving(path, *options) as (process, base):
         token = {"authorization": "Bearer s3cret"}
         assert ask(base, "/ready")["status"] == "ready"
         with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -80,12 +91,6 @@ def test_a_server_lives_through_damage_takes_up_a_new_model_and_ends(tmp_path):
             raw.sendall(b"\x00\xff garbage\r\n\r\n")
             assert raw.recv(100).startswith(b"HTTP/1.1 400")
         assert ask(base, "/health")["status"] == "ok"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 def test_a_hangup_while_models_are_loaded_does_not_end_the_server(monkeypatch):
@@ -203,9 +208,13 @@ def test_a_client_that_takes_nothing_of_its_answer_loses_its_connection(monkeypa
         with long_answer(address) as quick:
             whole = all_of(quick)
         assert whole.endswith(b"0\r\n\r\n")
-        with long_answer(address) as slow:
-            time.sleep(2.5)
-            assert len(all_of(slow)) < len(whole) / 2
+        for pause in (2.5, 10, 40):  # a server on a busy machine takes longer to fill the buffers
+            with long_answer(address) as slow:
+                time.sleep(pause)
+                taken = len(all_of(slow))
+            if taken < len(whole) / 2:
+                break
+        assert taken < len(whole) / 2
         with long_answer(address) as steady:  # slowly, but all the time
             assert len(all_of(steady, pause=0.02)) == len(whole)
 
@@ -246,10 +255,7 @@ def spawned(process):
 def test_workers_share_a_port_a_new_model_and_an_end(tmp_path):
     path = tmp_path / "model.gramtower"
     shutil.copy(folder() / "history.gramtower", path)
-    command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", "--workers", "2"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/", 180)[1]
+    with serving(path, "--workers", "2") as (process, base):
 
         def worker():
             with urllib.request.urlopen(base + "/metrics", timeout=20) as answer:
@@ -278,47 +284,6 @@ def test_workers_share_a_port_a_new_model_and_an_end(tmp_path):
             loaded = [line(process, r"worker (\d): model .* loaded in", 180)[1] for _ in range(3)]
             assert loaded.count(number) == 2
         assert ask(base, "/ready")["status"] == "ready"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="files are kept by their descriptors")
-@pytest.mark.parametrize("watch", [True, False])
-def test_a_worker_that_is_started_again_serves_what_the_others_serve(watch, tmp_path):
-    path = tmp_path / "model.gramtower"
-    shutil.copy(folder() / "history.gramtower", path)
-    command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", "--workers", "2"]
-    command += ["--watch"] if watch else []
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/", 180)[1]
-        if watch:  # garbage, which is refused
-            (tmp_path / "new").write_bytes(b"garbage")
-        else:  # a model that nobody asked to be taken up
-            shutil.copy(folder() / "plain.gramtower", tmp_path / "new")
-        (tmp_path / "new").replace(path)
-        if watch:
-            assert {line(process, r"worker (\d): .* refused")[1] for _ in range(2)} == {"1", "2"}
-        for _ in range(2 if watch else 1):  # each of them once, or one of them
-            os.kill(min(spawned(process)), signal.SIGKILL)
-            number = line(process, r"worker (\d) ended with exit code -9")[1]
-            assert line(process, r"worker (\d): model .* loaded in", 180)[1] == number
-            end = time.monotonic() + 60
-            while len(answering(base)) < 2 and time.monotonic() < end:
-                time.sleep(0.05)
-            assert process.poll() is None
-            sizes = {len(ask(base, "/embed", {"ids": ["a/b"]})["embeddings"][0]) for _ in range(30)}
-            assert sizes == {6}
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
 
 
 def answering(base):
@@ -330,15 +295,38 @@ def answering(base):
     return found
 
 
+def assert_both_serve(process, base, dim):
+    """Wait until requests reach two workers, whose models have embeddings of this size."""
+    end = time.monotonic() + 60
+    while len(answering(base)) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert process.poll() is None
+    assert {len(ask(base, "/embed", {"ids": ["a/b"]})["embeddings"][0]) for _ in range(30)} == {dim}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="files are kept by their descriptors")
+def test_workers_that_are_started_again_serve_the_model_that_was_read_first(tmp_path):
+    path = tmp_path / "model.gramtower"
+    shutil.copy(folder() / "history.gramtower", path)
+    with serving(path, "--workers", "2", "--watch") as (process, base):
+        (tmp_path / "new").write_bytes(b"garbage")
+        (tmp_path / "new").replace(path)
+        assert {line(process, r"worker (\d): .* refused")[1] for _ in range(2)} == {"1", "2"}
+        for _ in range(2):  # each of them once
+            os.kill(min(spawned(process)), signal.SIGKILL)
+            number = line(process, r"worker (\d) ended with exit code -9")[1]
+            assert line(process, r"worker (\d): model .* loaded in", 180)[1] == number
+            assert_both_serve(process, base, 6)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="files are kept by their descriptors")
 def test_a_worker_that_cannot_start_again_is_tried_again_while_another_one_serves(tmp_path):
     path, table = tmp_path / "model.gramtower", tmp_path / "items.csv"
     shutil.copy(folder() / "history.gramtower", path)
     shutil.copy(folder() / "items.csv", table)
-    command = [sys.executable, "-m", "gramtower", "serve", str(path), "--port", "0", "--workers", "2"]
-    command += ["--right-table", str(table), "--right-id", "item"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, bufsize=0, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        base = line(process, r"serving at (http://127\.0\.0\.1:\d+)/", 180)[1]
+    with serving(path, "--workers", "2", "--right-table", table, "--right-id", "item") as (process, base):
+        shutil.copy(folder() / "plain.gramtower", tmp_path / "new")
+        (tmp_path / "new").replace(path)  # a model that no one asked to be taken up
         good = table.read_bytes()
         table.write_text("no,such\ntable,here\n")
         os.kill(min(spawned(process)), signal.SIGKILL)
@@ -347,13 +335,7 @@ def test_a_worker_that_cannot_start_again_is_tried_again_while_another_one_serve
         assert ask(base, "/ready")["status"] == "ready"
         table.write_bytes(good)
         line(process, r"worker \d: model .* loaded in", 180)
-        assert ask(base, "/ready")["status"] == "ready"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+        assert_both_serve(process, base, 6)
 
 
 def test_workers_that_cannot_start_end_all(tmp_path, capfd):

@@ -55,7 +55,7 @@ def test_what_described_entities_with_known_ids_have_seen_is_left_out():
         found, _ = snapshot.recommend([snapshot.query(ITEMS, left_features=features, **options)])[0]
         ids, _ = model("table").recommend(k=ITEMS, left_features=features, **options)
         np.testing.assert_array_equal(np.where(found >= 0, snapshot.right.ids[found], None), ids)
-    with pytest.raises(Refused, match="text or whole numbers"):
+    with pytest.raises(Refused, match="whole numbers"):
         snapshot.query(3, left_features={"user": [1.5], "age": [21.0], "city": ["Lima"]})
 
 
@@ -184,7 +184,7 @@ def test_long_values_are_cut_in_messages():
 def test_the_files_of_a_model_that_is_none_are_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         Snapshot(source(path=tmp_path / "none.gramtower"))
-    with pytest.raises(ValueError, match="cannot be served"):
+    with pytest.raises(ValueError, match=r"items\.csv"):
         Snapshot(source(path=folder() / "items.csv"))
 
 

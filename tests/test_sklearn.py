@@ -92,7 +92,7 @@ def named(check):
 
 
 def small(**changes):
-    return gt.TwoTower(**{"dim": 4, "hidden": (), "max_iterations": 3, "device": "cpu"} | changes)
+    return gt.TwoTower(**{"dim": 4, "hidden": (), "max_iterations": 3, "device": "cpu", "select": False} | changes)
 
 
 def grouped(times=False):

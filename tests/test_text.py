@@ -212,9 +212,7 @@ def test_a_loaded_model_encodes_new_rows_by_the_same_model(tmp_path):
     (tmp_path / "model").rename(tmp_path / "moved")
     lost = gt.load(tmp_path / "one.gramtower")
     assert len(lost.recommend(["u1"], k=3)[0][0]) == 3
-    with pytest.raises(
-        ValueError, match=r"column 'title': .*model': got no such folder, expected its new place: gt.load"
-    ):
+    with pytest.raises(ValueError, match=r"column 'title': .*model'.*gt.load"):
         lost.embed(right_features=new)
     name = str((tmp_path / "model").resolve())
     gt.load(tmp_path / "one.gramtower", encoders={name: tmp_path / "moved"}).save(tmp_path / "two.gramtower")

@@ -1,7 +1,8 @@
-"""Words and phrases that this project's texts avoid, with what to write instead."""
+"""Words and phrases that this project's texts avoid, with what to write instead; and no sentences in ``match=``."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -43,4 +44,16 @@ def test_texts_avoid_the_words_of_the_list():
         for path, text in texts()
         for match in PATTERN.finditer(text)
     ]
+    assert not found, "\n".join(found)
+
+
+def test_errors_are_matched_by_names_and_key_words():
+    """A message may be reworded without changing a test, unless the system or another package wrote it."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            patterns = [one for one in call.keywords if one.arg == "match"] if isinstance(call, ast.Call) else []
+            texts = [part.value for one in patterns for part in ast.walk(one.value) if isinstance(part, ast.Constant)]
+            sentences = [text for text in texts if re.search(r"(?:\b[A-Za-z]+ ){3}[a-z]+", str(text))]
+            found += [f"{path.relative_to(ROOT)}:{call.lineno}: {text}" for text in sentences]
     assert not found, "\n".join(found)

@@ -72,7 +72,7 @@ def bin_count(numbers: Tensor, size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Columns:
+class ColumnOrder:
     """The same entries in column order."""
 
     offsets: Tensor  # int64, n + 1. Entries ``offsets[j]:offsets[j + 1]`` belong to column j
@@ -100,18 +100,18 @@ class Pairs:
         return self.columns.device
 
     @cached_property
-    def by_column(self) -> Columns:
+    def by_column(self) -> ColumnOrder:
         """The column-order view; made on first use in O(|O|) by a counting sort, of many pairs on all cores."""
         if len(self) >= _MANY and host.has_numba():
             from gramtower.data.grouping import by_column  # compiled by numba, not worth it for few pairs
 
             arrays = by_column(self.offsets.cpu().numpy(), self.columns.cpu().numpy(), self.shape[1])
-            return Columns(*(torch.from_numpy(array).to(self.device) for array in arrays))
+            return ColumnOrder(*(torch.from_numpy(array).to(self.device) for array in arrays))
         position = np.arange(len(self), dtype=np.int32 if len(self) < 2**31 else np.int64)
         csr = sp.csr_matrix((position, self.columns.cpu().numpy(), self.offsets.cpu().numpy()), shape=self.shape)
         pattern = csr.tocsc()
         parts = pattern.indptr.astype(np.int64), pattern.indices.astype(np.int32), pattern.data
-        return Columns(*(torch.from_numpy(part).to(self.device) for part in parts))
+        return ColumnOrder(*(torch.from_numpy(part).to(self.device) for part in parts))
 
     @cached_property
     def rows(self) -> Tensor:
@@ -172,8 +172,8 @@ class Pairs:
             return self
         moved = Pairs(self.shape, self.offsets.to(device), self.columns.to(device))
         if "by_column" in self.__dict__:
-            here = self.by_column
-            moved.__dict__["by_column"] = Columns(*(one.to(device) for one in (here.offsets, here.rows, here.position)))
+            parts = self.by_column.offsets, self.by_column.rows, self.by_column.position
+            moved.__dict__["by_column"] = ColumnOrder(*(part.to(device) for part in parts))
         return moved
 
 

@@ -42,7 +42,9 @@ from gramtower.data.splits import Split
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
 from gramtower.metrics.definitions import DEFAULT, LOWER_IS_BETTER, parse
+from gramtower.model.feature_spec import GivenFeatures, is_matrix
 from gramtower.model.fit_data import Columns
+from gramtower.model.fitting import joined_features
 from gramtower.training.result import Reason
 
 Interval = tuple[float, float]
@@ -224,13 +226,14 @@ def cross_validate(
     if (processes := current_group().size) > 1:
         check.fail("cross_validate", f"{processes} processes", "one: folds do not run over several")
     known = known_pairs(Columns(left, right, value, weight, time, threshold).read("pairs", pairs))
+    sides = dict(zip(("left", "right"), joined_features((left_features, right_features), known), strict=True))
     found, users = [], []
     for split in _splits(known, folds, check.seed(seed)):
-        features = {}
-        for side, seen in (("left", left_features), ("right", right_features)):
-            if seen is not None:
-                ids = getattr(known, f"{side}_ids"), getattr(split.train, f"{side}_ids")
-                features[f"{side}_features"] = _of_rows(f"{side}_features", seen, *ids)
+        features = {
+            f"{side}_features": _taken(side, one, getattr(known, f"{side}_ids"), getattr(split.train, f"{side}_ids"))
+            for side, one in sides.items()
+            if one is not None
+        }
         fitted = fit_copy(model, split.train, features)
         shown = {} if split.history is None else {"histories": split.history}
         scores: Any = fitted.evaluate(split.test, names, **shown)
@@ -282,20 +285,15 @@ def _splits(pairs: Interactions, folds: object, seed: int) -> Iterator[Split]:
     return chain([first], given)
 
 
-def _of_rows(name: str, features: FeaturesLike, known: Ids, asked: Ids) -> FeaturesLike:
-    """Return features of other entities. Rows of matrices are found by id; everything else is joined by id later."""
-    if isinstance(features, (list, tuple)):
-        return [_of_rows(name, one, known, asked) for one in features]
-    if not (sp.issparse(features) or isinstance(features, (np.ndarray, torch.Tensor))) or asked is known:
+def _taken(side: str, features: FeaturesLike, known: Ids, asked: Ids) -> FeaturesLike:
+    """Return features of the entities of a split: rows of matrices by id; tables are joined by id in the fit."""
+    given = GivenFeatures(side, features)
+    if asked is known or not any(map(is_matrix, given.parts)):
         return features
-    matrix: Any = sp.csr_matrix(features) if sp.issparse(features) else features
-    if matrix.shape[0] != len(known):
-        check.fail(name, f"{matrix.shape[0]} rows", f"{len(known)}, one for each entity of pairs")
     rows = join(asked, index_of(known))
     if (rows < 0).any():
         check.fail("folds", f"a split with {asked[rows < 0].tolist()[0]!r}, which is not in pairs", "splits of pairs")
-    chosen: FeaturesLike = matrix[torch.from_numpy(rows) if isinstance(matrix, torch.Tensor) else rows]
-    return chosen
+    return given.take(known, rows)
 
 
 def _user_intervals(

@@ -100,7 +100,7 @@ def minimize(
         checkpoint_every: iterations between checkpoints.
         checkpoint_seconds: least seconds of training between checkpoints.
         verbose: whether to print one line per iteration to standard error.
-        options: options of a solver given by name; see gramtower/optim/solvers.py for names and defaults.
+        options: options of a solver given by name, which are the fields of its class in gramtower.optim.
 
     Returns:
         The reason for stopping, the history and the final parameters.
@@ -178,8 +178,7 @@ class _Callbacks:
 def _sigterm_deferred(group: Group) -> Iterator[_Signal]:
     """Defer SIGTERM until the loop ends, because several processes must stop after the same iteration.
 
-    The caller's handler runs after the loop. Nothing
-    changes for a single process, or if the caller has no handler.
+    The caller's handler runs after the loop. Nothing changes for a single process, or if the caller has no handler.
     """
     handler = signal.getsignal(signal.SIGTERM)
     if group.size == 1 or not callable(handler) or threading.current_thread() is not threading.main_thread():
