@@ -84,6 +84,19 @@ def test_a_run_folder_holds_everything_that_was_used(fitted, pairs):
     assert len((fitted / "history.jsonl").read_text().splitlines()) == 9
 
 
+def test_people_read_the_names_of_the_data_and_programs_left_and_right(fitted, pairs, capsys):
+    assert run(["info", str(fitted)]) == 0
+    shown = capsys.readouterr().out
+    assert "user entities" in shown
+    assert "item id" in shown
+    assert "left_id" not in shown
+    assert answer(capsys, "info", fitted)["names"] == {"left": "user", "right": "item"}
+    assert run(["info", str(pairs / "train.csv"), *COLUMNS, "--time", "rating"]) == 0
+    assert "1970-01-01T00:00:" in capsys.readouterr().out
+    assert "error: user ids: got unknown ids 'nobody'" in refusal(capsys, "recommend", fitted, "--left", "nobody")
+    assert "error: item ids: got unknown ids 'none'" in refusal(capsys, "similar", fitted, "--right", "none")
+
+
 def test_evaluation_finds_the_planted_groups(fitted, pairs, capsys):
     test = ("--test", pairs / "test.csv")  # columns and threshold come from the run
     found = answer(capsys, "evaluate", fitted, *test, "--metrics", "recall@20, ndcg@5")
@@ -552,7 +565,9 @@ def test_a_csv_file_without_a_header_is_read_by_positions(tmp_path, capsys):
     path = tmp_path / "pairs.csv"
     path.write_text("ann,tea\nbob,tea\nann,milk\n")
     assert run(["info", str(path)]) == 2
-    assert "--format edges takes positions" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the first line is 'ann,tea'" in said  # of a file with a header, the names to choose from
+    assert "--format edges takes positions" in said
     assert run(["info", str(path), "--format", "edges", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["pairs"] == 3
 

@@ -130,7 +130,7 @@ def test_a_fit_states_the_join_and_the_kinds(files, fitted, capsys):
     assert (right["ids_without_features"], right["features_without_ids"]) == (1, 3)
     assert run([*map(str, fit(files, files / "noted", iterations=1))]) == 0
     said = capsys.readouterr().err
-    assert "1 of 40 left entities have no features; 2 rows of features have no pairs" in said
+    assert "1 of 40 user entities have no features; 2 rows of features have no pairs" in said
     assert "code (numeric)" in said
 
 
@@ -160,7 +160,7 @@ def test_a_fit_says_what_each_tower_sees_and_that_the_old_flag_is_not_needed(fil
 
     text = said("--right-identity")
     line = next(line for line in text.splitlines() if "tower sees" in line)
-    assert re.search("left tower sees features without ids; .*right tower sees ids and features", line)
+    assert re.search("user tower sees features without ids; .*item tower sees ids and features", line)
     assert "ids only" in line
     assert "deprecated" not in text
     text = said("--no-right-identity")
@@ -171,7 +171,7 @@ def test_a_fit_says_what_each_tower_sees_and_that_the_old_flag_is_not_needed(fil
     assert run(["fit", str(files / "train.csv"), *COLUMNS, *SMALL, "--max-iterations", "1", "--out",
                 str(tmp_path / "plain")]) == 0  # fmt: skip
     text = capsys.readouterr().err
-    assert "left tower sees ids" in text
+    assert "user tower sees ids" in text
     assert "ids only" not in text
 
 
@@ -242,7 +242,7 @@ def test_new_entities_are_evaluated_by_features_and_histories(files, tmp_path, c
     for given in (features, histories):
         assert answer(capsys, *tokens, *given)["metrics"]["recall@20"] > 0.5
     assert run([*map(str, tokens), *map(str, features)]) == 0
-    assert "1 of 3 left entities have no features" in capsys.readouterr().err
+    assert "1 of 3 user entities have no features" in capsys.readouterr().err
 
 
 def test_new_items_are_ranked_compared_and_measured_by_their_table(files, fitted, tmp_path, capsys):
@@ -257,7 +257,7 @@ def test_new_items_are_ranked_compared_and_measured_by_their_table(files, fitted
     trained = answer(capsys, *tokens, "--candidates", "trained")["answers"][0]["results"]
     assert {hit["id"] for hit in trained} <= {f"item {i}" for i in range(30)}
     assert run([*map(str, tokens)]) == 0
-    assert "14 of 24 right entities of catalogue.tsv are new" in capsys.readouterr().err
+    assert "14 of 24 item entities of catalogue.tsv are new" in capsys.readouterr().err
     alike = answer(capsys, "similar", fitted, "--right", "item 41", "--right-features", table, "-k", 5)["answers"]
     assert not any(even(hit["id"]) for hit in alike[0]["results"])
     rows = answer(capsys, "similar", fitted, "--right-features", table, "-k", 5)["answers"]

@@ -209,7 +209,7 @@ def test_bad_contexts_are_refused_by_argument(fitted):
     for wrong in ({"dev": "tv"}, "tv", {"device": ["tv", "tv"]}, ["tv"]):
         with pytest.raises(ValueError, match="context"):
             model.recommend(["u1"], 3, context=wrong)
-    with pytest.raises(ValueError, match=r"^left ids: .*'u'"):
+    with pytest.raises(ValueError, match=r"^user ids: .*'u'"):
         model.recommend(["u"], 3, context={"device": "tv"})
     with pytest.raises(ValueError, match="context"):
         model.recommend(left_features={"user": ["u1"], "device": ["tv"]}, context={"device": "tv"})

@@ -220,6 +220,41 @@ def test_columns_of_a_table_are_named_and_a_loaded_model_says_the_same(tmp_path)
     assert gt.load(tmp_path / "model").explain("u3", "i5", left_features=row) == found
 
 
+def test_known_entities_are_explained_by_their_stored_rows(tmp_path):
+    pytest.importorskip("polars")
+    rows = {"user": DATA.left_ids.tolist()[:-1], "city": [["Oslo", "Rome"][i % 2] for i in range(13)]}
+    places = {"user": DATA.left_ids.tolist(), "height": RNG.normal(size=14).tolist()}
+    features = [
+        "id",
+        gt.FeatureTable(rows, id="user", categorical=["city"]),
+        gt.FeatureTable(places, id="user", numeric=["height"]),
+    ]
+    model = gt.TwoTower(hidden=(6,), refine=False, store_features=True, **OPTIONS).fit(DATA, left_features=features)
+    model.add(left_features=[{"user": ["new"], "city": ["Rome"]}, {"user": ["new"], "height": [0.3]}])
+    model.save(tmp_path / "model")
+    for key, place in (("u3", DATA.left_ids.tolist().index("u3")), ("new", None), (DATA.left_ids[-1], 13)):
+        city = "Rome" if place is None else [*rows["city"], None][place]
+        height = 0.3 if place is None else places["height"][place]
+        given = [{"city": [city]}, {"height": [height]}]
+        found = model.explain(key, "i5")
+        assert found == model.explain(key, "i5", left_features=given)
+        assert found == gt.load(tmp_path / "model").explain(key, "i5")
+        assert found.score == pytest.approx(float(model.predict([key], ["i5"])[0]), abs=1e-5)
+        assert ("id" in {one.kind for one in found.contributions}) == (key != "new")
+    with pytest.raises(ValueError, match="left_features"):
+        model.explain(right="i5", histories=[["i1"]])
+    plain = gt.TwoTower(hidden=(6,), **OPTIONS).fit(DATA, left_features=features)
+    with pytest.raises(ValueError, match=r"left_features.*store_features=True"):
+        plain.explain("u3", "i5")
+
+
+def test_stored_rows_of_matrices_explain_the_rows_of_both_sides():
+    left, right = RNG.normal(size=(14, 3)), sp.random(11, 5, density=0.5, format="csr", random_state=0)
+    model = gt.TwoTower(hidden=(6,), refine=False, store_features=True, **OPTIONS).fit(PAIRS, left, right)
+    assert model.explain(2, 3) == model.explain(2, 3, left_features=left[2:3])
+    assert model.explain(2, 3, side="right") == model.explain(2, 3, side="right", right_features=right[[3]])
+
+
 def test_to_plain_keeps_the_largest_and_the_sum():
     model = gt.TwoTower(hidden=(), **OPTIONS).fit(DATA, left_features="history")
     found = model.explain("u3", "i5")

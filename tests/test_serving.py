@@ -322,6 +322,7 @@ def test_the_message_names_the_bound(api):
         "k: got 5000, expected an integer from 1 to 1000"
     )
     assert "genre" in post(api, "/recommend", 422, left=["a/b"], filter={"gnre": "War"})["error"]
+    assert "expected one of the fields model, left, k" in post(api, "/recommend", 422, user=["a/b"])["error"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"nul", b"\xff\xfe", b'{"left": ["\\ud800"]}', b"[" * 5000])

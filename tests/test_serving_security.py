@@ -70,7 +70,25 @@ def test_cors_is_off_unless_an_origin_was_given(api):
         assert own.headers["vary"] == "Origin"
         other = open_to_one.get("/health", headers={"origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
-        assert open_to_one.get("/models", headers=origin).status_code == 401
+        refused = open_to_one.get("/models", headers=origin)
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://a.example"  # the page may read why
+
+
+def test_preflights_pass_the_check_of_the_host_and_are_logged():
+    origin = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    logged = []
+    options = dict(origins=["https://a.example"], hosts=http.LOOPBACK, token="t")
+    with client(**options, log=lambda scope, status, _: logged.append((scope["method"], status))) as api:
+        own, other = (
+            api.request("OPTIONS", "/score", headers={**origin, "host": host}) for host in ("localhost", "evil.example")
+        )
+        counted = api.get("/metrics", headers={**bearer("t"), "host": "localhost"}).text
+    assert (own.status_code, other.status_code) == (200, 421)
+    assert "access-control-allow-origin" not in other.headers
+    assert own.headers["x-content-type-options"] == "nosniff"
+    assert logged[:2] == [("OPTIONS", 200), ("OPTIONS", 421)]
+    assert 'path="/score"' in counted
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost", "LOCALHOST:9", "[::1]:8000", "[::1]"])

@@ -120,7 +120,7 @@ def benchmark(
     towers = names is None or any(name in TOWERS for name in names)
     pairs = reading.read_pairs(source, settings.data, loss=ModelSettings.loss if towers else None)
     held_out = reading.share_or_pairs("--test", test, settings.data)
-    common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {seeds} seeds")
+    common.note(f"{reading.sizes_line(pairs)}, {seeds} seeds")
     given = _features(settings, pairs, common.note)
     own = {name: _model(each, settings.data, pairs, common.note) for name, each in configs.items()}
     try:
@@ -225,7 +225,7 @@ def cross_validate(
     if settings.data.validation is not None:
         unused = f"[data] validation {settings.data.validation} of the config is not used"
         common.note(f"{unused}: the folds are held out instead")
-    common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities, {folds} folds")
+    common.note(f"{reading.sizes_line(pairs)}, {folds} folds")
     seen, _ = reading.tower_features(settings, pairs, common.note)
     found = validate(estimator, pairs, folds, names, **seen, seed=estimator.seed)
     content = {"pairs": len(pairs), "folds": folds, "seed": estimator.seed, "metrics": found.to_dict()}
@@ -283,7 +283,7 @@ def tune(
     metric = settings.train.metric or estimator.metric
     pairs = reading.read_pairs(source, settings.data, loss=estimator.loss)
     validation = reading.validation_of(settings.data)
-    common.note(f"{len(pairs):,} pairs of {pairs.shape[0]:,} left and {pairs.shape[1]:,} right entities")
+    common.note(reading.sizes_line(pairs))
     towers, _ = reading.tower_features(settings, pairs, common.note)
     left, right = (None if parts == ["id"] else parts for parts in towers.values())
     tables = {

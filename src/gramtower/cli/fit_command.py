@@ -125,13 +125,13 @@ def _fit(group: Group, settings: Settings, source: Path, out: Path, fresh: bool,
             left_out["validation_pairs_left_out"] = len(held_out) - validation_pairs
         if group.size > 1:
             say(f"each of {group.size} processes reads all of {source}; gramtower partition makes a folder to share")
-    say(f"{len(observed):,} pairs of {observed.shape[0]:,} left and {observed.shape[1]:,} right entities")
+    say(reading.sizes_line(observed))
     if observed.one_set:
         say("both sides are one set of entities: none is recommended to itself (--no-same-entities: they are two)")
     with group.together():
         estimator.imputed = reading.read_imputed(estimator.imputed, observed)
     seen, matched = reading.tower_features(settings, observed, say, group)
-    say(reading.seen_line(seen))
+    say(reading.seen_line(seen, observed.entity_names))
 
     checkpoint = out / reading.CHECKPOINT
     with reading.held(out, group):
@@ -283,7 +283,8 @@ def update(
         more = reading.read_pairs(path, settings.data, name="MORE", loss=model.loss)
         pairs = grown_pairs(model.fitted_, more)
         m, n, observed = len(model.left_), len(model.right_), model.fitted_.observed().nnz
-        new = f"{pairs.shape[0] - m:,} new left entities and {pairs.shape[1] - n:,} right ones"
+        left, right = (side.called for side in model.fitted_.sides)
+        new = f"{pairs.shape[0] - m:,} new {left} and {pairs.shape[1] - n:,} new {right} entities"
         common.note(f"{len(more):,} pairs for {observed:,} known ones; {new}")
         if model.factors is not None and settings.model.imputed is not None:
             model.imputed = reading.read_imputed(settings.model.imputed, pairs)

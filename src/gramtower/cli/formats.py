@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _DATA = Parameter(name="*", group=Group("Data", sort_key=1))
 _ROLES = ("left", "right", "value", "weight", "time")
-_NO_HEADER = "; for a file without a header, --format edges takes positions"
+_NO_HEADER = "for a file without a header, --format edges takes positions"
 _FLAGS = {  # flags that only some formats take, and why others do not
     "columns": ((*_ROLES, "context"), "has its own columns"),
     "threshold": (("threshold",), "has no values"),
@@ -91,7 +91,7 @@ def guess_format(path: Path, name: str = "DATA") -> str:
 
 
 def _read_csv(path: Path, options: DataOptions, loud: bool) -> Interactions:
-    left, right = _id_columns(options, _NO_HEADER)
+    left, right = _id_columns(options, path)
     separator = _separator(options) or separator_of(path)
     with _separator_hint(path, separator):
         if options.event is not None:
@@ -100,7 +100,7 @@ def _read_csv(path: Path, options: DataOptions, loud: bool) -> Interactions:
 
 
 def _stream_csv(path: Path, options: DataOptions) -> Iterator[DataFrame]:
-    left, right = _id_columns(options, _NO_HEADER)
+    left, right = _id_columns(options, path)
     separator = _separator(options) or separator_of(path)
     with _separator_hint(path, separator):
         yield from pair_batches(path, left, right, separator=separator, **_arguments(options))
@@ -180,9 +180,10 @@ def _is_movielens(path: Path) -> bool:
     return path.is_dir() or (suffix == ".zip" and zipfile.is_zipfile(path)) or suffix == ".dat"
 
 
-def _id_columns(options: ReadOptions, hint: str = "") -> tuple[str, str]:
+def _id_columns(options: ReadOptions, csv: Path | None = None) -> tuple[str, str]:
     for name in ("left", "right"):
         if getattr(options, name) is None:
+            hint = "" if csv is None else f"; the first line is {_first_line(csv)[:200]!r}, {_NO_HEADER}"
             check.fail(f"--{name}", "nothing", f"the name of the column with {name} ids{hint}")
     return options.left or "", options.right or ""
 
@@ -206,13 +207,18 @@ def names_in(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _other_separator(path: Path, separator: str) -> str | None:
-    """Return a usual separator that the first line of a file has, if it lacks the one that was used; otherwise None."""
+def _first_line(path: Path) -> str:
+    """The first line of a file, empty if it cannot be read."""
     try:
         with opened(path) as file:
-            head = file.read(_HEAD).partition(b"\n")[0].decode("utf-8", "replace")
+            return str(file.read(_HEAD).partition(b"\n")[0].decode("utf-8", "replace").rstrip("\r"))
     except (OSError, ValueError):
-        return None
+        return ""
+
+
+def _other_separator(path: Path, separator: str) -> str | None:
+    """Return a usual separator that the first line of a file has, if it lacks the one that was used; otherwise None."""
+    head = _first_line(path)
     found = [one for one in (";", "\t", "|", ",") if one in head]
     return found[0] if found and separator not in head else None
 

@@ -14,7 +14,7 @@ from gramtower.cli.formats import ReadOptions
 from gramtower.cli.options import Common, Texts, read_config
 from gramtower.cli.output import Table, print_json
 from gramtower.cli.reading import is_model, open_model, read_pairs
-from gramtower.data.ids import Ids
+from gramtower.data.ids import Ids, date_text
 from gramtower.data.interactions import Interactions
 from gramtower.experiments.fit_report import QUANTILES, degree_quantiles
 from gramtower.model.two_tower import TwoTower
@@ -34,14 +34,26 @@ def info(
     else:
         found = describe_pairs(read_pairs(path, read_config(config).with_flags(data).data))
     tables = {name: part for name, part in found.items() if isinstance(part, dict)}
-    degrees = tables.pop("pairs_per_entity")
-    rows = [(side, *(numbers[name] for name in QUANTILES), numbers["none"]) for side, numbers in degrees.items()]
+    degrees, names = tables.pop("pairs_per_entity"), tables.pop("names")
+    rows = [(names[side], *(numbers[name] for name in QUANTILES), numbers["none"]) for side, numbers in degrees.items()]
+    facts = {name: value for name, value in found.items() if not isinstance(value, dict)}
+    facts |= {name: date_text(facts[name]) for name in ("first_time", "last_time") if name in facts}
     return common.answer(
         found,
-        {name: value for name, value in found.items() if not isinstance(value, dict)},
+        {_named(name, names): value for name, value in facts.items()},
         Table(("", *QUANTILES, "without any"), rows, "pairs per entity"),
-        *(line for name, part in tables.items() for line in (f"{name}:", part)),
+        *(
+            line
+            for name, part in tables.items()
+            for line in (f"{name}:", part if name == "settings" else {_named(key, names): part[key] for key in part})
+        ),
     )
+
+
+def _named(key: str, names: dict[str, str]) -> str:
+    """The name of a fact for people: entities are called as in the data."""
+    side, _, what = key.partition("_")
+    return f"{names[side]} {what or 'entities'}" if side in names else key
 
 
 def describe_model(model: TwoTower) -> dict[str, Any]:
@@ -50,6 +62,7 @@ def describe_model(model: TwoTower) -> dict[str, Any]:
     left_out = ("towers", "verbose")
     return {
         "kind": "model",
+        "names": {side.name: side.called for side in model.fitted_.sides},
         **_counts(model.trained_),
         "left_id": _example(model.left_.ids),
         "right_id": _example(model.right_.ids),
@@ -75,6 +88,7 @@ def describe_pairs(pairs: Interactions) -> dict[str, Any]:
     labels = pairs.matrix.data
     return {
         "kind": "pairs",
+        "names": dict(zip(("left", "right"), pairs.entity_names, strict=True)),
         **_counts(pairs.matrix),
         "left_id": _example(pairs.left_ids),
         "right_id": _example(pairs.right_ids),

@@ -147,9 +147,9 @@ def off_policy(
     )
     known = rows >= 0
     if not known.any():
-        check.fail("LOG", f"{len(frame):,} events, none of a left entity that the model knows", "events of such")
+        check.fail("LOG", f"{len(frame):,} events of others", f"some of {model.left_.called} entities of the model")
     if not known.all():
-        common.note(f"{(~known).sum():,} of {len(frame):,} events are of unknown left entities")
+        common.note(f"{(~known).sum():,} of {len(frame):,} events are of unknown {model.left_.called} entities")
     r, p, shown, (users, place) = r[known], p[known], shown[known], np.unique(rows[known], return_inverse=True)
     found, scores = model.recommend(model.left_.names(users).tolist(), k, exclude_seen=not include_seen)
     ids, there = model.right_.names(shown), shown >= 0

@@ -151,13 +151,14 @@ def tower_features(
     spread = group if isinstance(pairs, Shard) else SINGLE  # the processes that the left ids are spread over
     arguments: dict[str, Any] = {}
     report: dict[str, Any] = {}
-    for side, ids, processes in (("left", pairs.left_ids, spread), ("right", pairs.right_ids, SINGLE)):
+    sides = (("left", pairs.left_ids, spread), ("right", pairs.right_ids, SINGLE))
+    for (side, ids, processes), called in zip(sides, pairs.entity_names, strict=True):
         parts: list[Any] = _history(settings) if side == "left" else []
         path = getattr(settings.features, f"{side}_features")
         if path is not None:
             with group.together():
                 table = read_table(side, as_path(path), settings)
-            report[side] = _report_join(side, table, ids, say, processes)
+            report[side] = _report_join(side, called, table, ids, say, processes)
             parts.append(table)
         identity, scale = getattr(settings.features, f"{side}_identity"), settings.features.identity_scale
         if side == "left" and isinstance(pairs, Interactions) and pairs.context:
@@ -222,15 +223,21 @@ def read_imputed(given: Any, pairs: Interactions | Shard) -> Any:
     return tuple(factors)
 
 
-def seen_line(features: Mapping[str, list[str | FeatureTable]]) -> str:
+def sizes_line(pairs: Interactions | Shard) -> str:
+    """The numbers of pairs and of entities, which are called as in the data."""
+    (m, n), (left, right) = pairs.shape, pairs.entity_names
+    return f"{len(pairs):,} pairs of {m:,} {left} and {n:,} {right} entities"
+
+
+def seen_line(features: Mapping[str, list[str | FeatureTable]], names: tuple[str, str]) -> str:
     """One line about what each tower sees, and what to compare it with where there are features."""
     sides, described = [], False
-    for side in ("left", "right"):
+    for side, name in zip(("left", "right"), names, strict=True):
         parts = features[f"{side}_features"]
         tables = [part for part in parts if not isinstance(part, str)]
-        names = [{"id": "ids"}.get(part.partition("*")[0], part) for part in parts if isinstance(part, str)]
-        seen = " and ".join([*names, *(["features"] if tables else [])])
-        sides.append(f"the {side} tower sees {seen}{' without ids' if tables and 'ids' not in names else ''}")
+        named = [{"id": "ids"}.get(part.partition("*")[0], part) for part in parts if isinstance(part, str)]
+        seen = " and ".join([*named, *(["features"] if tables else [])])
+        sides.append(f"the {name} tower sees {seen}{' without ids' if tables and 'ids' not in named else ''}")
         described |= bool(tables)
     advice = "; lists of known entities may be better with ids only, new entities need features" if described else ""
     return "; ".join(sides) + advice
@@ -313,15 +320,15 @@ def rows_with_ids(model: TwoTower, path: Path, side: str, say: Say, ids: Ids | N
     """A table of entities with a column of ids; says how many of ``ids`` it lacks, or how many are new to the model."""
     table, frame = _table_of(model, path, side), read_frame(f"{side}_features", path)
     keys = id_series("id", frame[frames.pick(f"id column of {path}", table.id, frame.columns)]).drop_nulls()
+    this = model.fitted_.side(side)
     if ids is not None:
         without = int((join(ids, {key: row for row, key in enumerate(keys.to_list())}) < 0).sum())
         if without:
-            say(f"{without:,} of {len(ids):,} {side} entities have no features")
+            say(f"{without:,} of {len(ids):,} {this.called} entities have no features")
     else:
-        this = model.fitted_.side(side)
         known = np.arange(len(this)) if this.ids is None else this.ids
         new = int((join(keys.to_numpy(), index_of(known)) < 0).sum()) if len(keys) else 0
-        say(f"{new:,} of {len(keys):,} {side} entities of {path.name} are new")
+        say(f"{new:,} of {len(keys):,} {this.called} entities of {path.name} are new")
     return frame
 
 
@@ -334,7 +341,9 @@ def _table_of(model: TwoTower, path: Path, side: str) -> FeatureTable:
     return table
 
 
-def _report_join(side: str, table: FeatureTable, ids: Ids, say: Say, group: Group) -> dict[str, Any]:
+def _report_join(
+    side: str, called: str, table: FeatureTable, ids: Ids, say: Say, group: Group
+) -> dict[str, Any]:  # fmt: skip
     table.match(ids)
     found = dict(table.report) | {"columns": table.kinds, "features": len(table.feature_names)}
     local, unused = found["ids_without_features"], found["features_without_ids"]
@@ -342,13 +351,13 @@ def _report_join(side: str, table: FeatureTable, ids: Ids, say: Say, group: Grou
     unused += (len(ids) - local) - (count - without)  # what other processes' ids use
     found |= {"ids_without_features": without, "features_without_ids": unused}
     if without == count:
-        given = f"{found['rows']:,} rows, none of them with the id of a {side} entity"
+        given = f"{found['rows']:,} rows, none of them with the id of a {called} entity"
         example = str(ids[0]) if len(ids) else ""
         check.fail(f"{side}_features", given, f"ids such as {example!r} in column {table.id!r}")
     kinds = ", ".join(f"{name} ({kind})" for name, kind in found["columns"].items())
     skipped = f"; left out: {', '.join(found['skipped'])}" if found["skipped"] else ""
-    say(f"{side} features: {kinds}{skipped}")
-    say(f"{without:,} of {count:,} {side} entities have no features; {unused:,} rows of features have no pairs")
+    say(f"{called} features: {kinds}{skipped}")
+    say(f"{without:,} of {count:,} {called} entities have no features; {unused:,} rows of features have no pairs")
     return found
 
 

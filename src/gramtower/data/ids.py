@@ -426,7 +426,14 @@ def duration(name: str, value: object) -> float:
     return found
 
 
-def _date(seconds: float) -> str:
+def entity_names(left: str, right: str) -> tuple[str, str]:
+    """What messages call the entities of both sides, from the names of their columns; never the same for both."""
+    left, right = (" ".join(name.split())[:60] for name in (left, right))
+    return (left, right) if left != right else (f"left {left}", f"right {right}")
+
+
+def date_text(seconds: float) -> str:
+    """A time in seconds since 1970 as text, such as 2024-01-31T12:00:00."""
     return str(np.datetime64(round(seconds), "s"))
 
 
@@ -439,12 +446,12 @@ def decays(times: NDArray[np.float64], half_life: object, now: object = None) ->
     if newest > _LATEST:
         check.fail("time", f"{newest:.0f}", "dates, or seconds since 1970: divide milliseconds by 1000")
     if now is None and newest > (today := clock()) + _SECONDS["d"]:  # a day for time zones
-        given = f"{int((times > today).sum()):,} times in the future, up to {_date(newest)}"
+        given = f"{int((times > today).sum()):,} times in the future, up to {date_text(newest)}"
         expected = "times of the past; leave these rows out, or pass now=, the time from which ages count"
         check.fail("time", given, expected)
     end = newest if now is None else moment("now", now)
     if end < newest:
-        given = f"{_date(end)} with {int((times > end).sum()):,} later times, up to {_date(newest)}"
+        given = f"{date_text(end)} with {int((times > end).sum()):,} later times, up to {date_text(newest)}"
         check.fail("now", given, "the newest time or a later one; leave out what came after it")
     found: NDArray[np.float64] = np.exp2((times - end) / half)
     if len(found) and not np.nanmax(found, initial=0.0) > np.finfo(np.float32).tiny:

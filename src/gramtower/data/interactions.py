@@ -32,6 +32,7 @@ from gramtower.data.ids import (
     code_series,
     code_values,
     decays,
+    entity_names,
     id_series,
     index_of,
     join,
@@ -384,6 +385,11 @@ class Interactions:
     def shape(self) -> tuple[int, int]:
         """Numbers of left and right entities, (m, n)."""
         return (len(self.left_ids), len(self.right_ids))
+
+    @property
+    def entity_names(self) -> tuple[str, str]:
+        """What messages call the left and the right entities, such as ("user", "item")."""
+        return entity_names(" × ".join((self.left_name, *self.context)), self.right_name)
 
     def __len__(self) -> int:
         return int(self.matrix.nnz)

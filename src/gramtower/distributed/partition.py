@@ -35,7 +35,7 @@ from gramtower._util import checks as check
 from gramtower._util.files import WRITING, as_path, replacing_folder
 from gramtower.data import frames
 from gramtower.data.frames import Column
-from gramtower.data.ids import Ids, Key, pack_ids
+from gramtower.data.ids import Ids, Key, entity_names, pack_ids
 from gramtower.data.interactions import Interactions, column_choices, has_values, pair_table
 from gramtower.data.matrices import Rule, are_one_set, check_rows, selected
 from gramtower.data.parquet import Collected, Folder, ReadingProgress
@@ -77,6 +77,11 @@ class Shard:
     def shape(self) -> tuple[int, int]:
         """(m, n) of all processes."""
         return self.shards.left.total, self.shards.right.total
+
+    @property
+    def entity_names(self) -> tuple[str, str]:
+        """What messages call the left and the right entities."""
+        return entity_names(self.left_name, self.right_name)
 
     def __len__(self) -> int:
         return self.pairs

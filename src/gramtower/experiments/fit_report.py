@@ -234,7 +234,7 @@ def _add_curves(page: Page, run: FitRun, metric: str | None) -> None:
 
 def _add_data(page: Page, model: FittedModel) -> dict[str, object]:
     """Add the sizes of the data; return them."""
-    (m, n), pairs, called = model.trained.shape, int(model.trained.nnz), _called(model)
+    (m, n), pairs, called = model.trained.shape, int(model.trained.nnz), [side.called for side in model.sides]
     density = pairs / max(1, m * n)
     text = f"{m:,} {called[0]} × {n:,} {called[1]} entities, {pairs:,} pairs: {density:.3%} of all"
     for name, side in zip(called, (model.left, model.right), strict=True):
@@ -258,7 +258,7 @@ def _add_groups(page: Page, model: FittedModel, run: FitRun, metric: str | None)
             "The model keeps no validation pairs to measure it on. gramtower report RUN --test FILE measures others."
         )
         return []
-    (truth, name_of_pairs), (left, right) = run.held_out, _called(model)
+    (truth, name_of_pairs), (left, right) = run.held_out, [side.called for side in model.sides]
     names = tuple(dict.fromkeys([*([metric] if metric and "@" in metric else []), *DEFAULT]))
     groups = groups_of(model, truth, names)
     text = f"On {name_of_pairs}."
@@ -288,7 +288,7 @@ def _add_examples(page: Page, model: FittedModel, run: FitRun) -> None:
     found = examples(model, None if run.held_out is None else run.held_out[0])
     if not found:
         return
-    left, right = _called(model)
+    left, right = [side.called for side in model.sides]
     bold = " Held-out pairs are bold." if any(any(one.hits) for one in found) else ""
     page.heading("Examples of lists")
     page.text(f"The best {right} entities for {left} entities with few to many pairs.{bold}")
@@ -304,11 +304,6 @@ def _add_examples(page: Page, model: FittedModel, run: FitRun) -> None:
         places = "".join(f"<li{mark}>{name}</li>" for name, mark in zip(listed, marks, strict=True))
         page.add(f'<section><h3>{title}</h3><p class="soft">{has}</p><ol>{places}</ol></section>')
     page.add("</div>")
-
-
-def _called(model: FittedModel) -> tuple[str, str]:
-    """Return the names of both sides: those of the data, or left and right if these are equal."""
-    return model.names if model.names[0] != model.names[1] else ("left", "right")
 
 
 def _name(side: Side, titles: Titles, row: int) -> str:

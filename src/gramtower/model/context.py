@@ -103,7 +103,7 @@ class Combinations:
 
     def rows(self, ids: IdsLike) -> NDArray[np.int64]:
         """Places of ids in :attr:`users`."""
-        return rows_of("left ids", ids, self._users[1], f"ids of {self.columns[0]!r} seen in training")
+        return rows_of(f"{self.columns[0]} ids", ids, self._users[1], "ids seen in training")
 
     def of_users(self, ids: IdArray) -> IdArray:
         """Those of some combinations whose users are known."""

@@ -116,7 +116,7 @@ class Explainer:
         if this.inputs.kind == "id":
             if features is not None or histories is not None or own is None:
                 this.inputs.listed(side, features)
-                check.fail("histories", "a history", f"an id: this model knows {side} entities only by id")
+                check.fail("histories", "a history", f"an id: this model knows {this.called} entities only by id")
             columns, values, base, score = self._equations(side).parts(own, q)
             return _made(score, side, "normal equations", _named("history", that, columns, values), base)
         return self._by_inputs(this, that, self._inputs(this, own, features, histories), q, own)
@@ -128,7 +128,7 @@ class Explainer:
         """The score of two ids, by side; None for a new entity of the side that it is explained by."""
         this, that = self._sides(side)
         if features[that.name] is not None:
-            check.fail(f"{that.name}_features", "features", f"None: the score is explained by the {side} entity")
+            check.fail(f"{that.name}_features", "features", f"None: the score is explained by the {this.called} entity")
         if histories is not None and side == "right":
             check.fail("histories", "a history", 'None with side="right"')
         other, own = that.row(keys[that.name]), None if keys[side] is None else this.row(keys[side])
@@ -167,8 +167,10 @@ class Explainer:
         inputs, fitted = this.inputs, self._fitted
         if features is None and own is not None and this.name == "left" and fitted.combinations is not None:
             features = fitted.combinations.row(own)
-        if features is None and inputs.given:
-            expected = f"the row of features that describes the {this.name} entity"
+        stored = inputs.stored_rows(own) if features is None and own is not None else None
+        if features is None and inputs.given and stored is None:
+            kept = " (a model fitted with store_features=True keeps those of known entities)" * (own is not None)
+            expected = f"the row of features that describes the {this.called} entity{kept}"
             check.fail(f"{this.name}_features", "None", expected)
         history = None
         if histories is not None:
@@ -178,7 +180,10 @@ class Explainer:
                 expected = "the entity's history, the newest last: a model keeps which pairs there are, not their order"
                 check.fail("histories", "None", expected)
             history = (fitted.trained if own < this.trained else fitted.further)[own]
-        row = new_features(this, None if features is None else described(this, features), history)
+        if stored:
+            row = inputs.encoded(this.name, stored, 1, history)
+        else:
+            row = new_features(this, None if features is None else described(this, features), history)
         if row.shape[0] != 1:
             check.fail(f"{this.name}_features, histories", f"{row.shape[0]} rows", "one, of the entity asked about")
         x = sp.csr_matrix(row, dtype=np.float32)
@@ -288,10 +293,10 @@ class RowEquations:
     def __init__(self, settings: ModelSettings, fitted: FittedModel, side: str) -> None:
         place = 0 if side == "left" else 1
         if settings.towers is not None or fitted.hidden[place] or fitted.normalize:
-            given = f"{side} entities known only by id, through hidden or normalising layers"
+            given = f"{fitted.side(side).called} entities known only by id, through hidden or normalising layers"
             check.fail("model", given, f"features or a history on the {side}, or ids with hidden=(), not normalised")
         if not fitted.plain_pairs:
-            given = "fitted with labels or weights, of which a model keeps nothing"
+            given = "one that was fitted with labels or weights, which it does not keep"
             check.fail("model", given, f"pairs without values, or features or a history on the {side}")
         m, n = fitted.left.trained, fitted.right.trained
         pairs = fitted.trained if fitted.shape == (m, n) else fitted.trained[:m, :n]

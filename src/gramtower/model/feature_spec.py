@@ -338,7 +338,7 @@ _USUAL = 1024  # entries of the mean history that are kept, the largest ones
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
-    """The encoded rows of one part, not scaled, for a later update."""
+    """The encoded rows of one part, not scaled, for later updates and explanations."""
 
     entities: NDArray[np.int64]  # the entities of the side that have a row, by their numbers, increasing
     rows: Matrix  # those rows
@@ -363,6 +363,11 @@ class StoredRows:
         else:
             both = np.concatenate([self.rows, rows.toarray() if is_sparse(rows) else rows])
         return StoredRows(np.concatenate([self.entities, count + np.arange(rows.shape[0])]), both)
+
+    def row(self, entity: int) -> Matrix | None:
+        """The row of one entity; None if it has none."""
+        place = np.flatnonzero(self.entities == entity)
+        return self.rows[place] if len(place) else None
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
         """Return the arrays by their names in a file."""
@@ -523,6 +528,11 @@ class FeatureSpec:
     def stores_rows(self) -> bool:
         """Whether the rows of entities are kept, so that an update needs only those of new and changed ones."""
         return any(part.stored is not None for part in self.parts)
+
+    def stored_rows(self, entity: int) -> list[Matrix | None] | None:
+        """The row of one entity in each given part, as :meth:`encoded` takes them; None if not all parts are kept."""
+        kept = [part.stored for part in self.given if part.stored is not None]
+        return [one.row(entity) for one in kept] if len(kept) == len(self.given) else None
 
     def with_more_rows(self, count: int, given: Sequence[MatrixLike | None]) -> FeatureSpec:
         """The same with the rows of entities after the ``count`` of before, if it keeps rows."""

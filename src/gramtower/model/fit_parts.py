@@ -254,7 +254,7 @@ def refuse_increment(fitted: FittedModel, data: FitData) -> None:
         if 2 * found < len(known):
             check.fail(
                 "pairs",
-                f"pairs of {found:,} of the {len(known):,} {side.name} entities that the model knows",
+                f"pairs of {found:,} of the {len(known):,} {side.called} entities that the model knows",
                 "all pairs, old and new, with warm_start=True; model.update(pairs) adds pairs to those it knows",
             )
 
@@ -300,7 +300,7 @@ def grown_pairs(fitted: FittedModel, more: FitPairs, dropped: tuple[bool, bool] 
 
 def described_features(known: Side, given: FeaturesLike) -> FeaturesLike:
     """What the tower of a side sees: as before where the model can tell, otherwise as given, for all entities."""
-    name, everyone = f"{known.name}_features", f"all {known.name} entities, old and new: the model"
+    name, everyone = f"{known.name}_features", f"all {known.called} entities, old and new: the model"
     if given is None and any(is_combination(part.table) for part in known.inputs.parts):
         return None  # the pairs say it
     if given is None and known.inputs.given:
@@ -312,7 +312,7 @@ def described_features(known: Side, given: FeaturesLike) -> FeaturesLike:
         if isinstance(part, FeatureTable) and known.ids is not None and len(known.ids):
             found, total = int((part.match(known.ids) < len(part)).sum()), len(known.ids)
             if 2 * found < total:
-                shown = f"rows of {found:,} of the {total:,} {known.name} entities that the model knows"
+                shown = f"rows of {found:,} of the {total:,} {known.called} entities that the model knows"
                 check.fail(name, shown, f"the table of {everyone} keeps rows only with store_features=True")
     return given
 
@@ -330,7 +330,7 @@ def stored_features(known: Side, given: FeaturesLike, column: str, pairs: FitPai
     old = join(everyone, index_of(before))  # rows of the model, and in ``new`` those that are given
     what = _more_rows(known, given, column)
     if what is None and (old < 0).any():
-        some = f"{int((old < 0).sum()):,} new {known.name} entities, such as {everyone[old < 0].tolist()[0]!r}"
+        some = f"{int((old < 0).sum()):,} new {known.called} entities, such as {everyone[old < 0].tolist()[0]!r}"
         check.fail(name, f"nothing for {some}", "their rows: the model stores only those of the entities that it knows")
     if what is None:
         new = np.full(len(old), -1)
@@ -339,7 +339,7 @@ def stored_features(known: Side, given: FeaturesLike, column: str, pairs: FitPai
     elif what.count in (len(old), (old < 0).sum()) and all(part.table is None for part in known.inputs.given):
         new = np.where((old < 0) | (what.count == len(old)), np.arange(len(old)) - (len(old) - what.count), -1)
     else:
-        expected = f"{int((old < 0).sum())}, one for each new {known.name} entity in the order of their first pair"
+        expected = f"{int((old < 0).sum())}, one for each new {known.called} entity in the order of their first pair"
         check.fail(name, f"{what.count} rows without ids", f"{expected}, or a column of ids for a table")
     made: list[FeaturesLike] = []
     listed = iter([None] * len(known.inputs.given) if what is None else what.parts)

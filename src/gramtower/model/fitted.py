@@ -29,7 +29,7 @@ from gramtower._util import html as html
 from gramtower._util.host import explained
 from gramtower.data.entity_table import EntityTable
 from gramtower.data.frames import TableLike
-from gramtower.data.ids import IdsLike, Key, index_of, join
+from gramtower.data.ids import IdsLike, Key, entity_names, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike
 from gramtower.data.list_files import ListFile, extra_columns, lists_frame
 from gramtower.data.matrices import canonical, ones_at, resized, selected, union, warn_of_pairs, without
@@ -175,6 +175,10 @@ class FittedModel:
     names: tuple[str, str] = ("left", "right")  #: of the columns that the ids were read from, such as ("user", "item")
     calibration: Calibration | None = None  #: from scores to probabilities, if ``calibrate`` fitted it
 
+    def __post_init__(self) -> None:
+        for side, name in zip(self.sides, entity_names(*self.names), strict=True):
+            side.called = name
+
     def __str__(self) -> str:
         sides = (
             f"{len(side):,} {name} entities by {side.inputs.text}"
@@ -295,14 +299,9 @@ class FittedModel:
         )
 
     def embed(
-        self,
-        ids: IdsLike | None = None,
-        side: str = "left",
-        *,
-        left_features: FeaturesLike = None,
-        right_features: FeaturesLike = None,
-        histories: HistoriesLike | None = None,
-    ) -> NDArray[np.float32]:
+        self, ids: IdsLike | None = None, side: str = "left", *, left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None, histories: HistoriesLike | None = None,
+    ) -> NDArray[np.float32]:  # fmt: skip
         """Embeddings of entities by id, or of new ones by what the towers see; all of a side when nothing is given.
 
         Features and histories of new entities are those of :meth:`recommend`; they are of one side, whatever ``side``
@@ -326,20 +325,11 @@ class FittedModel:
         return np.asarray(this.embeddings[torch.from_numpy(this.rows(check.ids("ids", ids)))].numpy())
 
     def evaluate(
-        self,
-        test: PairsLike,
-        metrics: Sequence[str] = DEFAULT,
-        *,
-        exclude_seen: bool = True,
-        exclude: PairsLike | None = None,
-        by: str | None = None,
-        candidates: str = "all",
-        allow: IdsLike | None = None,
-        left_features: FeaturesLike = None,
-        right_features: FeaturesLike = None,
-        histories: HistoriesLike | None = None,
-        **columns: Unpack[PairColumns],
-    ) -> Scores:
+        self, test: PairsLike, metrics: Sequence[str] = DEFAULT, *, exclude_seen: bool = True,
+        exclude: PairsLike | None = None, by: str | None = None, candidates: str = "all",
+        allow: IdsLike | None = None, left_features: FeaturesLike = None, right_features: FeaturesLike = None,
+        histories: HistoriesLike | None = None, **columns: Unpack[PairColumns],
+    ) -> Scores:  # fmt: skip
         """Ranking metrics on held-out pairs; see docs/metrics.md for the definitions.
 
         Everything that has ids is joined by id. What has none, a matrix, is joined by place: as pairs if it has the
@@ -502,16 +492,9 @@ class FittedModel:
         return _framed(asked, ids, values, self.list_columns, table) if as_frame else (ids, values)
 
     def recommend_all(
-        self,
-        path: str | Path,
-        k: int = 10,
-        *,
-        right_features: FeaturesLike = None,
-        device: str = "auto",
-        fresh: bool = False,
-        progress: Callable[[int, int], object] | None = None,
-        **rules: Unpack[ListRules],
-    ) -> int:
+        self, path: str | Path, k: int = 10, *, right_features: FeaturesLike = None, device: str = "auto",
+        fresh: bool = False, progress: Callable[[int, int], object] | None = None, **rules: Unpack[ListRules],
+    ) -> int:  # fmt: skip
         """Write the lists of all left entities, those of :meth:`recommend`, to a table, in bounded memory.
 
         One row for each answer, in order of left entities: left id, rank from 1, right id and score, called as in the
@@ -549,16 +532,10 @@ class FittedModel:
         return here, here._ranking(here.left.embeddings, here.seen, here._paired, **rules)
 
     def similar(
-        self,
-        ids: IdsLike | None = None,
-        side: str = "right",
-        k: int = 10,
-        *,
-        left_features: FeaturesLike = None,
-        right_features: FeaturesLike = None,
-        as_frame: bool = False,
+        self, ids: IdsLike | None = None, side: str = "right", k: int = 10, *, left_features: FeaturesLike = None,
+        right_features: FeaturesLike = None, as_frame: bool = False,
         table: FeatureTable | TableLike | str | Path | None = None,
-    ) -> tuple[IdArray, NDArray[np.float32]] | Any:
+    ) -> tuple[IdArray, NDArray[np.float32]] | Any:  # fmt: skip
         """The k entities of the same side whose embeddings point most alike (cosine), the entity itself left out.
 
         Entities without a pair and without features (see :meth:`has_direction`) are rejected and never listed.
@@ -582,7 +559,7 @@ class FittedModel:
         features = {"left": left_features, "right": right_features}
         other = "left" if side == "right" else "right"
         if features[other] is not None:
-            check.fail(f"{other}_features", "features", f"None: entities of the {side} side are compared")
+            check.fail(f"{other}_features", "features", f"None: {self.side(side).called} entities are compared")
         if (ids is None) and features[side] is None:
             check.fail("ids", "None", f"ids, or {side}_features of new entities")
         here, places = self._grown(side, features[side])
@@ -592,7 +569,7 @@ class FittedModel:
         if not directed[rows].all():
             bad = this.names(rows[~directed[rows]])[0]
             given = f"{bad!r}, which has no pair in the training data and no features"
-            check.fail(f"{side} ids", given, "entities with a pair: nothing says what others are like")
+            check.fail(f"{this.called} ids", given, "entities with a pair: nothing says what others are like")
         unit = normalised(this.embeddings)
         found, scores = top_k(
             unit[torch.from_numpy(rows)], unit, min(check.count("k", k), len(this)),
@@ -704,14 +681,9 @@ class FittedModel:
         return np.asarray(known)
 
     def with_added(
-        self,
-        left_features: FeaturesLike = None,
-        right_features: FeaturesLike = None,
-        *,
-        histories: HistoriesLike | None = None,
-        left_ids: IdsLike | None = None,
-        right_ids: IdsLike | None = None,
-    ) -> Self:
+        self, left_features: FeaturesLike = None, right_features: FeaturesLike = None, *,
+        histories: HistoriesLike | None = None, left_ids: IdsLike | None = None, right_ids: IdsLike | None = None,
+    ) -> Self:  # fmt: skip
         """Keep new entities in the model and in its file; it answers about them like those of training.
 
         Their embeddings come from the towers; a vector of their own they have only after another ``fit``.
@@ -1021,11 +993,11 @@ def _hint(known: FittedModel, found: Aligned, kept: int, ranking: _Evaluation) -
         ways = [f"{side.name}_features"] if side.inputs.given else []
         ways += ["histories"] if side.inputs.has_history else []
         if asked and ways:
-            hints.append(f"{' and '.join(ways)} of evaluate describe{'s' * (len(ways) == 1)} new {side.name} entities")
+            verb = "describes" if len(ways) == 1 else "describe"
+            hints.append(f"{' and '.join(ways)} of evaluate {verb} new {side.called} entities")
         elif asked:
-            hints.append(
-                f"the model knows {side.name} entities only by id; fit with {side.name}_features to rank new ones"
-            )
+            ways = [f"{side.name}_features"]
+            hints.append(f"the model knows {side.called} entities only by id; fit with {ways[0]} to rank new ones")
     return ", ".join(hints)
 
 
@@ -1035,12 +1007,9 @@ def _check_frame(as_frame: object, table: object) -> None:
 
 
 def _framed(
-    asked: Sequence[Key],
-    ids: IdArray,
-    scores: NDArray[np.float32],
-    names: tuple[str, str],
+    asked: Sequence[Key], ids: IdArray, scores: NDArray[np.float32], names: tuple[str, str],
     table: FeatureTable | TableLike | str | Path | None,
-) -> Any:
+) -> Any:  # fmt: skip
     return lists_frame(asked, ids, scores, names, more=None if table is None else extra_columns(table, ids, scores))
 
 

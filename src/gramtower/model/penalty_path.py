@@ -179,7 +179,7 @@ def hold_out_part(settings: ModelSettings, pairs: FitPairs, features: Both) -> H
             if isinstance(settings.select, str):
                 check.fail("select", repr(what), f"pairs, or a side whose entities can be held out ({error})")
             return f"no {what} entities can be held out ({error})"
-        text = f"{unseen.count:,} {what} entities"
+        text = f"{unseen.count:,} {whole.entity_names[SIDES.index(what)]} entities"
         return HeldOut(unseen.train, unseen.features, None, unseen, 1.0, sample, text)
     held, rows = _held_pairs(whole.matrix, seed)
     if rows < _LEAST:
@@ -187,7 +187,7 @@ def hold_out_part(settings: ModelSettings, pairs: FitPairs, features: Both) -> H
     parts: list[Any] = [whole.subset(~held), whole.subset(held)]
     if not isinstance(pairs, Interactions) and sample == 1.0:
         parts = [part.matrix for part in parts]
-    text = f"{int(held.sum()):,} pairs of {rows:,} left entities"
+    text = f"{int(held.sum()):,} pairs of {rows:,} {whole.entity_names[0]} entities"
     return HeldOut(parts[0], features, parts[1], None, 1 - float(held.mean()), sample, text)
 
 
@@ -210,8 +210,8 @@ def _hold_out_of_part(part: Shard, features: Both, seed: int) -> HeldOut | str:
     if rows < _LEAST:
         return _too_few(rows)
     inner = part.holding_out(held)
-    count, kept = part.pairs - inner.pairs, inner.pairs / part.pairs
-    return HeldOut(inner, features, None, None, kept, 1.0, f"{count:,} pairs of {rows:,} left entities")
+    text = f"{part.pairs - inner.pairs:,} pairs of {rows:,} {part.entity_names[0]} entities"
+    return HeldOut(inner, features, None, None, inner.pairs / part.pairs, 1.0, text)
 
 
 def _dim(settings: ModelSettings, pairs: FitPairs, most: tuple[int, int]) -> int | None:

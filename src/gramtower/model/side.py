@@ -60,6 +60,7 @@ class Side:
     # where ids are row numbers of a matrix without ids, how many rows it had; see Interactions
     numbered: int | None = None
     added: int = 0  # how many entities, the last ones, were not there in training
+    called: str = "entity"  # what messages call its entities, such as "user"; a model sets it from its names
 
     @property
     def trained(self) -> int:
@@ -75,16 +76,16 @@ class Side:
 
     def rows(self, ids: Name | Iterable[Name]) -> NDArray[np.int64]:
         """Row numbers of ids; unknown ones are named with the nearest known."""
-        wanted = check.ids(f"{self.name} ids", ids)
+        wanted = check.ids(f"{self.called} ids", ids)
         if self.ids is None:
             return self._numbers(wanted)
         ways = [f"{self.name}_features"] if self.inputs.given else []
         ways += ["histories"] if self.inputs.has_history else []
         expected = "ids seen in training" + (f", or {' or '.join(ways)} for new entities" if ways else "")
         if not any(isinstance(key, tuple) and key in self.index for key in wanted):
-            return rows_of(f"{self.name} ids", wanted, self.index, expected)
+            return rows_of(f"{self.called} ids", wanted, self.index, expected)
         single = (self.index[key] if isinstance(key, tuple) and key in self.index
-                  else rows_of(f"{self.name} ids", [key], self.index, expected)[0] for key in wanted)  # fmt: skip
+                  else rows_of(f"{self.called} ids", [key], self.index, expected)[0] for key in wanted)  # fmt: skip
         return np.fromiter(single, dtype=np.int64, count=len(wanted))
 
     def row(self, key: Name | None) -> int:
@@ -112,7 +113,7 @@ class Side:
     def _numbers(self, wanted: list[Key]) -> NDArray[np.int64]:
         for key in wanted:
             if not _is_number(key) or not 0 <= key < len(self):
-                check.fail(f"{self.name} ids", repr(key), f"row numbers from 0 to {len(self) - 1}")
+                check.fail(f"{self.called} ids", repr(key), f"row numbers from 0 to {len(self) - 1}")
         return np.array(wanted, dtype=np.int64)
 
     def names(self, rows: NDArray[np.int64]) -> IdArray:

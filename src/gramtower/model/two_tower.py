@@ -371,15 +371,10 @@ class TwoTower(ModelSettings):
         return run_figure({"fit": fitted.history}, self.metric, tried)
 
     def explain(
-        self,
-        left: Key | None = None,
-        right: Key | None = None,
-        *,
-        side: str = "left",
-        left_features: FeaturesLike = None,
-        right_features: FeaturesLike = None,
+        self, left: Key | None = None, right: Key | None = None, *, side: str = "left",
+        left_features: FeaturesLike = None, right_features: FeaturesLike = None,
         histories: HistoriesLike | None = None,
-    ) -> Explanation:
+    ) -> Explanation:  # fmt: skip
         """What carried the score of a pair: a part for each thing known of its left entity, whose sum is the score.
 
         Where the left tower sees a history or features, these are its parts; exact for linear towers and those with
@@ -391,7 +386,7 @@ class TwoTower(ModelSettings):
             right: id of a right entity.
             side: "right" explains by what is known of the right entity instead.
             left_features: a table or matrix with one row, which describes the left entity; needed where the tower sees
-                features, as a model keeps how they are encoded and not the rows.
+                features, as only a model with ``store_features=True`` keeps the rows of known entities.
             right_features: the same of the right entity, with ``side="right"``.
             histories: a list with one list of right ids, or a sparse matrix with one row: the history of a new entity.
         """

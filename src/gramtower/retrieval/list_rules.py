@@ -100,18 +100,11 @@ def need_calibration(probability: Probability | None) -> Probability:
 
 
 def make_rules(
-    table: Callable[[], EntityTable],
-    counts: Callable[[], NDArray[np.integer]],
-    count: int,
-    where: str | Mapping[str, object] | None = None,
-    boost: Boost | None = None,
-    popularity: float = 0.0,
-    diversity: float = 0.0,
-    at_most: Mapping[str, int] | None = None,
-    min_score: float | None = None,
-    scores: str = "raw",
-    probability: Probability | None = None,
-) -> Rules:
+    table: Callable[[], EntityTable], counts: Callable[[], NDArray[np.integer]], count: int,
+    where: str | Mapping[str, object] | None = None, boost: Boost | None = None, popularity: float = 0.0,
+    diversity: float = 0.0, at_most: Mapping[str, int] | None = None, min_score: float | None = None,
+    scores: str = "raw", probability: Probability | None = None,
+) -> Rules:  # fmt: skip
     """Check the arguments of ``recommend`` for ``count`` right entities, whose table and pairs are read if needed.
 
     ``probability`` is the calibration of the model, None if it has none.

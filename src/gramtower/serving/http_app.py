@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from prometheus_client.metrics_core import GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -282,16 +281,10 @@ class Service:
 
 
 def make_app(
-    models: Models,
-    metrics: Metrics | None = None,
-    limits: Limits | None = None,
-    *,
-    wait: float = 0.002,
-    token: str | None = None,
-    hosts: Collection[str] | None = None,
-    origins: Collection[str] = (),
+    models: Models, metrics: Metrics | None = None, limits: Limits | None = None, *, wait: float = 0.002,
+    token: str | None = None, hosts: Collection[str] | None = None, origins: Collection[str] = (),
     log: Callable[[Scope, int, float], None] | None = None,
-) -> tuple[ASGIApp, Service]:
+) -> tuple[ASGIApp, Service]:  # fmt: skip
     """Build the ASGI application and its handlers; ``log`` is called after each request."""
     metrics, limits = metrics or Metrics(), limits or Limits()
     service = Service(models, metrics, limits, wait)
@@ -322,11 +315,7 @@ def make_app(
     kinds = (Refused, TableError, HTTPException, Exception)
     app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, _on_error), lifespan=lifespan)
     app.router.redirect_slashes = False
-    guarded = Guard(app, metrics, {route.path for route in routes}, token, hosts, log)
-    if not origins:
-        return guarded, service
-    headers = ["authorization", "content-type"]
-    return CORSMiddleware(guarded, list(origins), ["GET", "POST"], headers), service
+    return Guard(app, metrics, {route.path for route in routes}, token, hosts, origins, log), service
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

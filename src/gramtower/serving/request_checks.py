@@ -3,7 +3,8 @@
 ``Guard`` is an ASGI layer around the application. Before a body is read it refuses requests without the bearer token
 and, on a loopback address, requests for other host names, so that a web page cannot reach the server by a name that
 resolves to 127.0.0.1; starlette's middleware for this does not accept the host ``[::1]``. It adds headers against
-content sniffing, framing and caching, and counts requests.
+content sniffing, framing and caching, and counts requests. CORS preflights, which browsers send without a token, pass
+the same check of the host and are counted and logged; starlette's middleware answers them.
 
 Bodies are checked by pydantic with strict types, no further fields and finite numbers. The handlers check lengths
 against :class:`~gramtower.serving.messages.Limits`, so that messages name the limit.
@@ -21,6 +22,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -193,6 +195,8 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         path, given = max(paths, key=lambda one: len(one[0]))  # the type of a union that matches deepest
         texts = [_lower(one["msg"]) for one, place in zip(found, paths, strict=True) if place[0] == path]
         expected = " or ".join(dict.fromkeys(texts))
+        if any(one["type"] == "extra_forbidden" and place[0] == path for one, place in zip(found, paths, strict=True)):
+            expected = f"expected one of the fields {', '.join(kind.model_fields)}"
         if path[0] in _EXPECTED:
             cell = path[0] not in ("where", "filter") and any(isinstance(part, str) for part in path[1:])
             expected = f"expected {_CELLS if cell else _EXPECTED[path[0]]}"
@@ -254,15 +258,12 @@ class Guard:
     """ASGI layer that checks, counts and logs requests, and adds headers."""
 
     def __init__(
-        self,
-        app: ASGIApp,
-        metrics: Metrics,
-        paths: Collection[str] = (),
-        token: str | None = None,
-        hosts: Collection[str] | None = None,
+        self, app: ASGIApp, metrics: Metrics, paths: Collection[str] = (), token: str | None = None,
+        hosts: Collection[str] | None = None, origins: Collection[str] = (),
         log: Callable[[Scope, int, float], None] | None = None,
-    ) -> None:
-        self._app, self._metrics, self._log = app, metrics, log
+    ) -> None:  # fmt: skip
+        self._origins, self._metrics, self._log = list(origins), metrics, log
+        self._app = self._readable(app)
         self._paths = frozenset(paths)
         self._token = None if token is None else token.encode()
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
@@ -285,25 +286,28 @@ class Guard:
 
         path = scope["path"] if scope["path"] in self._paths else "other"
         try:
-            refused = self._refused(scope["path"], Headers(scope=scope))
-            app = self._app if refused is None else refusal(refused)
-            await app(scope, receive, sending)
+            await self._app_for(scope["path"], Headers(scope=scope))(scope, receive, sending)
         finally:
             seconds = time.perf_counter() - start
             self._metrics.request(path, status, seconds)
             if self._log is not None:
                 self._log(scope, status, seconds)
 
-    def _refused(self, path: str, headers: Headers) -> Refused | None:
+    def _app_for(self, path: str, headers: Headers) -> ASGIApp:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
-            return Refused(421, "host: this server does not answer to this name; add it with --allow-host")
-        if self._token is None or path in OPEN:
-            return None
+            return refusal(Refused(421, "host: this server does not answer to this name; add it with --allow-host"))
         kind, _, given = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token)
-        if right and kind.lower() == "bearer":
-            return None
-        return Refused(401, "authorization: the bearer token of the server is missing or wrong")
+        encoded = given.strip().encode("latin-1", "replace")
+        right = self._token is None or (hmac.compare_digest(encoded, self._token) and kind.lower() == "bearer")
+        if right or path in OPEN:
+            return self._app
+        wrong = Refused(401, "authorization: the bearer token of the server is missing or wrong")
+        return self._readable(refusal(wrong))
+
+    def _readable(self, app: ASGIApp) -> ASGIApp:
+        """The app with the headers of CORS, and with answers to preflights, for pages of the allowed origins."""
+        headers = ["authorization", "content-type"]
+        return CORSMiddleware(app, self._origins, ["GET", "POST"], headers) if self._origins else app
 
 
 def _host(header: str) -> str:

@@ -73,18 +73,13 @@ class Entities:
     """
 
     def __init__(
-        self,
-        side: str,
-        ids: Ids | None,
-        embeddings: Tensor,
-        degrees: Rows,
-        table: EntityTable | None = None,
+        self, side: str, ids: Ids | None, embeddings: Tensor, degrees: Rows, table: EntityTable | None = None,
         name: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.side, self.ids, self.embeddings, self.degrees, self.table = side, ids, embeddings, degrees, table
         self.index = None if ids is None else RowIndex(ids)
         self.text = ids is not None and ids.dtype.kind != "i"
-        self.name = " ".join((name or side).split())[:60]
+        self.name = name or side
 
     def __len__(self) -> int:
         return len(self.embeddings)

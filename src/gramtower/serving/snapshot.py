@@ -113,14 +113,10 @@ class Snapshot:
         self.seen: sp.csr_matrix = self.model.seen_
         P, Q = self.model.left_.embeddings, self.model.right_.embeddings
         self.observed = self.model.fitted_.observed()
-        names = self.model.fitted_.names
-        if names[0] == names[1]:
-            names = (f"left {names[0]}", f"right {names[1]}")
-        sides = zip(("left", "right"), (self.model.left_, self.model.right_), names, strict=True)
         counts = {"left": np.diff(self.observed.indptr), "right": np.bincount(self.observed.indices, minlength=len(Q))}
         self.left, self.right = (
-            Entities(side, one.ids, one.embeddings, counts[side].astype(np.int64), self._table(side, one), name)
-            for side, one, name in sides
+            Entities(side, one.ids, one.embeddings, counts[side].astype(np.int64), self._table(side, one), one.called)
+            for side, one in (("left", self.model.left_), ("right", self.model.right_))
         )
         self.index, self.index_facts = self._open_index()
         self.evaluation: dict[str, float] | None = None
