@@ -15,10 +15,10 @@ the section modules-<size>-<device> of benchmarks/results/engine.json.
     --derivatives   instead: how modules that are left to autodiff should get J d, over dense rows of the left side
 
 Each product is J d, by (a) double backward through a graph that is kept, as the library has it, (b) forward mode or
-(c) torch.func.linearize, and then Jᵀ of the result by back-propagation: a tower's part of G·d. Multiply-adds, operations
-of torch and elements that they return are counted and do not depend on the load of the machine. Times are medians of the
-processor's time on one thread, by turns. The first product at a point includes the second graph of (a) and the tracing
-of (c). Writes the section derivatives-<size>-cpu.
+(c) torch.func.linearize, and then Jᵀ of the result by back-propagation: a tower's part of G·d. Multiply-adds,
+operations of torch and elements that they return are counted and do not depend on the load of the machine. Times are
+medians of the processor's time on one thread, by turns. The first product at a point includes the second graph of (a)
+and the tracing of (c). Writes the section derivatives-<size>-cpu.
 """
 
 from __future__ import annotations

@@ -294,6 +294,29 @@ def table_engine() -> list[list[str]]:
     ]  # fmt: skip
 
 
+def table_modules() -> list[list[str]]:
+    """Times of custom modules over those of mlp_towers."""
+    found = load("engine")["modules-small-cpu"]["variants"]
+    names = [name for name in found if name != "mlp_towers"]
+    rows = ("outer iteration", "G·d", "gradient", "preconditioner", "M·r")
+    return [["", *names], *([row, *(f"{found[name][row]['ratio']:.2f}" for name in names)] for row in rows)]
+
+
+def table_derivatives() -> list[list[str]]:
+    """Forward mode and linearize over double backward: counts and times of products."""
+    found = load("engine")["derivatives-small-cpu"]["variants"]
+    titles = {"multiply-adds": "multiply-adds", "operations": "operations", "elements": "elements",
+              "seconds": "time of a product", "seconds of the first": "time of a point's first product"}  # fmt: skip
+    return [
+        ["over double backward", *found],
+        *(
+            [f"{way}: {title}", *(f"{one[way]['ratios'][what]:.2f}" for one in found.values())]
+            for way in ("forward mode", "linearize")
+            for what, title in titles.items()
+        ),
+    ]
+
+
 def table_lists() -> list[list[str]]:
     """Lists, updates, start-up and fits on two cores."""
     lists, updates, fits = load("lists")["cpu"], load("fit")["updates"], load("fit")["cpu"]["sets"]
@@ -540,6 +563,13 @@ def computed_level(model: str, metric: str) -> str:
 def computed_accuracy() -> float:
     """The largest relative error of value, gradient and product in float64."""
     return max(load("engine")["accuracy"]["worst_relative_error"]["float64"].values())
+
+
+def computed_forward(what: str) -> str:
+    """How much more of something forward mode needs than double backward, over the modules that were tried."""
+    found = load("engine")["derivatives-small-cpu"]["variants"].values()
+    ratios = [one["forward mode"]["ratios"][what] for one in found]
+    return f"{min(ratios):.2f} to {max(ratios):.2f} times"
 
 
 def computed_lead(section: str) -> str:
