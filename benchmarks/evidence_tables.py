@@ -138,6 +138,9 @@ def _claims(found: dict[str, Any]) -> list[tuple[str, str]]:
     swapped, pairs = _swapped(found)
     return [
         ("newton before gd-diag", order("newton", "gd-diag")),
+        ("newton and the -diag methods before gd, sogram and sampling",
+         both(*(order(a, b) for a in ("newton", "gd-diag", "sogram-diag", "sampling-diag")
+                for b in ("gd", "sogram", "sampling")))),
         ("gd-diag before gd", order("gd-diag", "gd")),
         ("each -diag before its plain twin", both(*(order(f"{name}-diag", name) for name in ("sogram", "sampling")))),
         ("gd before sogram and sampling", both(order("gd", "sogram"), order("gd", "sampling"))),

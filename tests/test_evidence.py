@@ -110,6 +110,8 @@ def test_findings_are_read_off_the_objectives(tables):
     methods["gd"]["best_metric"] = 0.2
     found = dict(tables._claims({"methods": methods}))
     assert found["newton before gd-diag"] == found["gd-diag before gd"] == "holds"
+    mixed = found["newton and the -diag methods before gd, sogram and sampling"]
+    assert mixed.startswith("does not: gd is ahead of sogram-diag, sogram is ahead of sogram-diag, gd is ahead of")
     assert found["each -diag before its plain twin"] == (
         "does not: sogram is ahead of sogram-diag, sampling is ahead of sampling-diag"
     )
