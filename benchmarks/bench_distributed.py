@@ -33,10 +33,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import evidence_tables
 import numpy as np
 import scipy.sparse as sp
 import torch
-from common import read_result, write_result
+from common import write_result
 
 import gramtower as gt
 from gramtower._util.files import replacing_folder
@@ -49,19 +50,12 @@ from gramtower.launch import spark as on_spark
 
 HIDDEN, DIM = (256, 256), 128
 SHAPES = PAPER_SHAPES | {"many rows": (20_000, 15_000, 300_000), "many pairs": (12_000, 4_000, 1_500_000)}
-PREDICTED = {
-    "480 k x 18 k, 51 M pairs (netflix)": (478_251, 17_768, 51_228_351),
-    "10 M x 1 M, 300 M pairs": (10_000_000, 1_000_000, 300_000_000),
-    "100 M x 10 M, 10 G pairs": (100_000_000, 10_000_000, 10_000_000_000),
-}
 FITS = {
     "linear": {"hidden": (), "select": False, "optimizer_options": {"sweeps": 0}},
     "hidden layer of 256": {"hidden": (256,), "select": False},
     "defaults": {},  # the penalty is chosen by held-out pairs
 }
 METRICS = ("recall@20", "ndcg@20", "map@5")
-SHARED = 200_000  # numbers of shared layers
-PROCESSES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def make_folder(shape: str, place: Path, parts: int = 16, planted: bool = True) -> Path:
@@ -444,43 +438,6 @@ def measure_engines(place: Path, pairs: int, repeats: int) -> None:
     write_result("scale/distributed-engines", content | {"repeats": repeats})
 
 
-def constants() -> tuple[float, float]:
-    """Seconds for a pair and for an entity of one G·d, from two shapes."""
-    rows = []
-    for name in ("ml10m", "netflix"):
-        found = read_result(f"gpu/{name}-tf32")[name]
-        m, n, pairs = found["shape"]
-        rows.append((pairs, m + n, found["product"] / 1e3))
-    (p, e, t), (q, f, u) = rows
-    determinant = p * f - q * e
-    return (t * f - u * e) / determinant, (p * u - q * t) / determinant
-
-
-def sent(n: int, processes: int) -> float:
-    """Bytes that a process sends or receives for one G·d."""
-    share = (processes - 1) / processes
-    return 2 * n * share * DIM * 4 + 2 * share * (16 * DIM**2 + SHARED * 4)
-
-
-def predict(inside: float, between: float, latency: float) -> None:
-    """Print the tables of docs/scale.md: GB/s of a GPU within a host of eight and between hosts, µs of a collective."""
-    pair, row = constants()
-    print(f"c_pair {pair * 1e9:.3f} ns, c_row {row * 1e9:.1f} ns")
-    for name, (m, n, pairs) in PREDICTED.items():
-        print(f"\n{name}\n\n| GPUs | compute | bytes, one GPU | collectives | one G·d | times faster |")
-        print("| --- | --- | --- | --- | --- | --- |")
-        alone = pair * pairs + row * (m + n)
-        for processes in PROCESSES:
-            compute = alone / processes
-            rate = inside if processes <= 8 else between
-            travel = sent(n, processes) / (rate * 1e9) + 3e-6 * latency if processes > 1 else 0.0
-            total = compute + travel
-            print(
-                f"| {processes} | {compute * 1e3:,.1f} ms | {sent(n, processes) / 1e9:.2f} GB | {travel * 1e3:,.1f} ms "
-                f"| {total * 1e3:,.1f} ms | {alone / total:.1f} |"
-            )
-
-
 def _status(key: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
@@ -497,9 +454,9 @@ if __name__ == "__main__":
     parser.add_argument("--place", type=Path, help="folder to keep the generated data in; otherwise a temporary one")
     parser.add_argument("--shape", default="netflix", choices=list(PAPER_SHAPES), help="for memory")
     parser.add_argument("--pairs", type=int, help="for shares, 300 million by default, and engines, 5 million")
-    parser.add_argument("--inside", type=float, default=200.0, help="GB/s of a GPU within a host of eight, for predict")
-    parser.add_argument("--between", type=float, default=40.0, help="GB/s of a GPU between hosts, for predict")
-    parser.add_argument("--latency", type=float, default=50.0, help="microseconds of a collective, for predict")
+    parser.add_argument("--inside", default="200", help="GB/s of a GPU within a host of eight, for predict")
+    parser.add_argument("--between", default="40", help="GB/s of a GPU between hosts, for predict")
+    parser.add_argument("--latency", default="50", help="microseconds of a collective, for predict")
     for hidden in ("--folder", "--work", "--out"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=3, help="for engines: fits with each")
@@ -509,7 +466,11 @@ if __name__ == "__main__":
     elif arguments.what == "child":
         child(Path(arguments.folder), arguments.work, arguments.repeats)
     elif arguments.what == "predict":
-        predict(arguments.inside, arguments.between, arguments.latency)
+        print(
+            evidence_tables.markdown(
+                evidence_tables.table_predicted(arguments.inside, arguments.between, arguments.latency)
+            )
+        )
     else:
         with tempfile.TemporaryDirectory() as temporary:
             place = arguments.place or Path(temporary)

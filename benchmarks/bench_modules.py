@@ -11,12 +11,22 @@ within one run of: G·d, gradient, the preconditioner, its product, and an outer
 ten steps of conjugate gradients; and their ratio to mlp_towers (bound: 3 for the outer iteration). ``--iterations`` of
 newton-kron from the same first numbers say whether the preconditioner is as good. Writes
 the section modules-<size>-<device> of benchmarks/results/engine.json.
+
+    --derivatives   instead: how modules that are left to autodiff should get J d, over dense rows of the left side
+
+Each product is J d, by (a) double backward through a graph that is kept, as the library has it, (b) forward mode or
+(c) torch.func.linearize, and then Jᵀ of the result by back-propagation: a tower's part of G·d. Multiply-adds,
+operations of torch and elements that they return are counted and do not depend on the load of the machine. Times are
+medians of the processor's time on one thread, by turns. The first product at a point includes the second graph of (a)
+and the tracing of (c). Writes the section derivatives-<size>-cpu.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +34,10 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from common import side_by_side, write_result
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 import gramtower as gt
 from gramtower.data.datasets import planted_pairs
@@ -95,6 +108,109 @@ def towers(problem: gt.Problem, size: dict[str, Any], variant: str, device: torc
     return gt.Towers(kind(made.left, variant), kind(made.right, variant)).to(device)
 
 
+class Counting(TorchDispatchMode):
+    """Counts multiply-adds, operations and elements of results, in backward passes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = {"multiply-adds": 0, "operations": 0, "elements": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._overloadpacket in flop_registry:
+            self.counts["multiply-adds"] += flop_registry[func._overloadpacket](*args, out_val=result) // 2
+        if not func.is_view:
+            self.counts["operations"] += 1
+            self.counts["elements"] += sum(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor))
+        return result
+
+
+def products(module: nn.Module, rows: Tensor) -> dict[str, Callable[[], Callable[[], Tensor]]]:
+    """Of each derivative, a function that prepares a point and returns one that computes JᵀJ d for a fixed d."""
+    torch.manual_seed(1)
+    leaves = dict(module.named_parameters())
+    d = {name: torch.randn_like(leaf) for name, leaf in leaves.items()}
+    y = module(rows)
+
+    def call(tensors: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(module, tensors, rows)
+
+    def pulled(dy: Tensor) -> Tensor:
+        back = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
+        return torch.cat([part.flatten() for part in back])
+
+    def double_backward() -> Callable[[], Tensor]:
+        v = torch.zeros_like(y, requires_grad=True)
+        back = torch.autograd.grad(y, list(leaves.values()), v, create_graph=True)
+        return lambda: pulled(torch.autograd.grad(back, v, list(d.values()), retain_graph=True)[0])
+
+    def forward_mode() -> Callable[[], Tensor]:
+        theta = {name: leaf.detach() for name, leaf in leaves.items()}
+
+        def product() -> Tensor:
+            with torch.no_grad():
+                dy = torch.func.jvp(call, (theta,), (d,))[1]
+            return pulled(dy)
+
+        return product
+
+    def linearize() -> Callable[[], Tensor]:
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            push = torch.func.linearize(call, {name: leaf.detach() for name, leaf in leaves.items()})[1]
+
+        def product() -> Tensor:
+            with torch.no_grad():
+                dy = push(d)
+            return pulled(dy)
+
+        return product
+
+    return {"double backward": double_backward, "forward mode": forward_mode, "linearize": linearize}
+
+
+def processor_seconds(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Medians of the processor's time, by turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 2):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            times[name] += [time.process_time() - start] if repeat > 1 else []
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def compare_derivatives(size: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """Counts and times of each variant but mlp_towers, by each derivative, and their ratios to double backward."""
+    torch.set_num_threads(1)
+    width, rows = 256, torch.randn(size["m"], 256, generator=torch.Generator().manual_seed(0))
+    result: dict[str, Any] = {}
+    for variant in VARIANTS[1:5]:
+        torch.manual_seed(0)
+        hidden, dim = size["hidden"], size["dim"]
+        network = nn.Sequential(gt.InputLinear(width, hidden), nn.ReLU(), nn.Linear(hidden, dim))
+        ways = products(Own(network, variant), rows)
+        ready = {name: prepare() for name, prepare in ways.items()}
+        expected = ready["double backward"]()
+        found: dict[str, dict[str, float]] = {}
+        for name, product in ready.items():
+            difference = float((product() - expected).norm() / expected.norm())
+            assert difference < 1e-5, (variant, name, difference)
+            with Counting() as counting:
+                product()
+            found[name] = dict(counting.counts)
+        for name, seconds in processor_seconds(dict(ready), repeats).items():
+            found[name]["seconds"] = seconds
+        firsts = {name: (lambda prepare=prepare: prepare()()) for name, prepare in ways.items()}
+        for name, seconds in processor_seconds(firsts, repeats).items():
+            found[name]["seconds of the first"] = seconds
+        result[variant] = {}
+        for name, one in found.items():
+            ratios = {what: value / found["double backward"][what] for what, value in one.items()}
+            result[variant][name] = {**one, "ratios": ratios}
+            print(f"{variant:12} {name:16}", ", ".join(f"{what} {ratio:.2f}" for what, ratio in ratios.items()))
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="small")
@@ -102,7 +218,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--variants", default=",".join(VARIANTS), help="all points are in memory at once")
+    parser.add_argument("--derivatives", action="store_true")
     options = parser.parse_args()
+    if options.derivatives:
+        section = {"size": SIZES[options.size], "width": 256, "repeats": options.repeats, "threads": 1}
+        section["variants"] = compare_derivatives(SIZES[options.size], options.repeats)
+        write_result(f"engine/derivatives-{options.size}-cpu", section)
+        return
     size, device, variants = SIZES[options.size], torch.device(options.device), options.variants.split(",")
     wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     pairs = planted_pairs(size["m"], size["n"], size["pairs"], seed=0)

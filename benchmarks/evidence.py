@@ -93,6 +93,7 @@ LONGER = {  # by name only: beyond the hour, or for what changes rarely
     "complexity": Step("bench_complexity.py", 20),
     "iteration": Step("features/iteration.py", 10),
     "modules": Step("bench_modules.py --size small --device cpu", 10),
+    "derivatives": Step("bench_modules.py --derivatives --size small", 3, "--size tiny --repeats 1"),
     "solvers": Step(f"bench_solvers.py --data {DATA}", 120),
     "loading": Step("bench_startup.py --load", 10),
     "serving": Step("bench_serving.py", 20),

@@ -138,6 +138,9 @@ def _claims(found: dict[str, Any]) -> list[tuple[str, str]]:
     swapped, pairs = _swapped(found)
     return [
         ("newton before gd-diag", order("newton", "gd-diag")),
+        ("newton and the -diag methods before gd, sogram and sampling",
+         both(*(order(a, b) for a in ("newton", "gd-diag", "sogram-diag", "sampling-diag")
+                for b in ("gd", "sogram", "sampling")))),
         ("gd-diag before gd", order("gd-diag", "gd")),
         ("each -diag before its plain twin", both(*(order(f"{name}-diag", name) for name in ("sogram", "sampling")))),
         ("gd before sogram and sampling", both(order("gd", "sogram"), order("gd", "sampling"))),
@@ -171,7 +174,7 @@ def table_lead(*names: str) -> list[list[str]]:
         others = {key: one for key, one in methods.items() if key != "newton-kron" and "lowest" in one}
         best = min(others, key=lambda key: others[key]["lowest"])
         lead = "no other" if first["next"] is None else f"{first['next']}, {_short(first['times'])} times later"
-        if first["next"] is None and first["times"] is not None:
+        if first["next"] is None and (first["times"] or 0) > 1:
             lead += f"; at least {_short(first['times'])} times"
         limits = found["settings"].get("limits", found["settings"])
         rows.append([
@@ -292,6 +295,98 @@ def table_engine() -> list[list[str]]:
                  [product["pair_ratio"]], ".2f", least=True),
         _bounded("memory of an evaluation and a G·d beyond inputs, ml10m shape, GB", 1.2, [memory / 1e9], ".2f"),
     ]  # fmt: skip
+
+
+def table_modules() -> list[list[str]]:
+    """Times of custom modules over those of mlp_towers."""
+    found = load("engine")["modules-small-cpu"]["variants"]
+    names = [name for name in found if name != "mlp_towers"]
+    rows = ("outer iteration", "G·d", "gradient", "preconditioner", "M·r")
+    return [["", *names], *([row, *(f"{found[name][row]['ratio']:.2f}" for name in names)] for row in rows)]
+
+
+def table_derivatives() -> list[list[str]]:
+    """Forward mode and linearize over double backward: counts and times of products."""
+    found = load("engine")["derivatives-small-cpu"]["variants"]
+    titles = {"multiply-adds": "multiply-adds", "operations": "operations", "elements": "elements",
+              "seconds": "time of a product", "seconds of the first": "time of a point's first product"}  # fmt: skip
+    return [
+        ["over double backward", *found],
+        *(
+            [f"{way}: {title}", *(f"{one[way]['ratios'][what]:.2f}" for one in found.values())]
+            for way in ("forward mode", "linearize")
+            for what, title in titles.items()
+        ),
+    ]
+
+
+def table_complexity() -> list[list[str]]:
+    """Exponents of growth: measured and, in brackets, those of the paper's table and of the operations of the code."""
+    found = load("complexity")
+    methods = {"naive": "naive", "gradient": "gradient", "blocks": "Û × V̂", "subsets": "eq:trans"}
+    axes = {"m": "m (table, operations of the code)", "n": "n", "observed": r"\|O\|", "ratio": "ρ"}
+
+    def power(value: float) -> str:
+        return f"{value:.2f}".replace("-0.00", "0.00").replace("-", "−")
+
+    rows = [["growth with", *methods.values()]]
+    for axis, title in axes.items():
+        powers = [list(map(power, found["growth"][axis][method])) for method in methods]
+        rows.append([title, *(f"{own} ({table}, {code})" for own, table, code in powers)])
+    spans = [found["over_counted"][method] for method in methods]
+    return [*rows, ["measured time over operations of the code", *(f"{low:.1f} to {high:.1f}" for low, high in spans)]]
+
+
+#: Predictions of one G·d: entities and pairs, widths of the measured shapes, numbers of shared layers.
+_PREDICTED = {
+    "netflix, 480 k × 18 k, 51 M pairs": (478_251, 17_768, 51_228_351),
+    "10 M × 1 M, 300 M pairs": (10_000_000, 1_000_000, 300_000_000),
+    "100 M × 10 M, 10 G pairs": (100_000_000, 10_000_000, 10_000_000_000),
+}
+_DIM, _SHARED = 128, 200_000
+
+
+def _unit_costs() -> tuple[float, float]:
+    """Seconds for a pair and for an entity of one G·d on one GPU, from two shapes."""
+    rows = []
+    for name in ("ml10m", "netflix"):
+        found = load("gpu")[f"{name}-tf32"][name]
+        m, n, pairs = found["shape"]
+        rows.append((pairs, m + n, found["product"] / 1e3))
+    (p, e, t), (q, f, u) = rows
+    determinant = p * f - q * e
+    return (t * f - u * e) / determinant, (p * u - q * t) / determinant
+
+
+def computed_pair() -> float:
+    """Nanoseconds for a pair of one G·d on one GPU."""
+    return _unit_costs()[0] * 1e9
+
+
+def computed_row() -> float:
+    """Nanoseconds for an entity of one G·d on one GPU."""
+    return _unit_costs()[1] * 1e9
+
+
+def _sent(n: int, processes: int) -> float:
+    """Bytes that a process sends or receives for one G·d."""
+    share = (processes - 1) / processes
+    return 2 * n * share * _DIM * 4 + 2 * share * (16 * _DIM**2 + _SHARED * 4)
+
+
+def table_predicted(inside: str = "200", between: str = "40", latency: str = "50") -> list[list[str]]:
+    """Predicted G·d and its collectives: GB/s of a GPU within a host of eight and between hosts, µs of a collective."""
+    pair, row = _unit_costs()
+    rows = [["GPUs", *(f"{name}: {what}" for name in _PREDICTED for what in ("one G·d", "collectives"))]]
+    for processes in (1, 2, 4, 8, 16, 32, 64):
+        cells = [str(processes)]
+        for m, n, pairs in _PREDICTED.values():
+            rate = float(inside if processes <= 8 else between) * 1e9
+            travel = _sent(n, processes) / rate + 3e-6 * float(latency) if processes > 1 else 0.0
+            total = (pair * pairs + row * (m + n)) / processes + travel
+            cells += [f"{1e3 * total:,.1f} ms", f"{1e3 * travel:,.1f} ms" if processes > 1 else ""]
+        rows.append(cells)
+    return rows
 
 
 def table_lists() -> list[list[str]]:
@@ -540,6 +635,21 @@ def computed_level(model: str, metric: str) -> str:
 def computed_accuracy() -> float:
     """The largest relative error of value, gradient and product in float64."""
     return max(load("engine")["accuracy"]["worst_relative_error"]["float64"].values())
+
+
+def computed_forward(what: str) -> str:
+    """How much more of something forward mode needs than double backward, over the modules that were tried."""
+    found = load("engine")["derivatives-small-cpu"]["variants"].values()
+    ratios = [one["forward mode"]["ratios"][what] for one in found]
+    return f"{min(ratios):.2f} to {max(ratios):.2f} times"
+
+
+def computed_apart(towers: str, what: str) -> float:
+    """How far runs in 1, 2 and 4 processes differ in an objective, as a share of it, or in a metric."""
+    found = load("scale")["distributed-same"]["found"]
+    name = next(name for name in found["1"] if name.startswith(towers))
+    values = [found[processes][name][what] for processes in ("1", "2", "4")]
+    return (max(values) - min(values)) / (values[0] if what == "objective" else 1.0)
 
 
 def computed_lead(section: str) -> str:

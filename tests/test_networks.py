@@ -539,6 +539,18 @@ def test_forward_mode_agrees_with_double_backward_and_the_dense_twin(tower, kind
     compare(make_case(tower=tower, kinds=kinds, seed=2))
 
 
+@pytest.mark.parametrize(("cube", "calls"), [(lambda h: h**3, 0), (Cube.apply, 1)])
+def test_a_product_calls_the_module_in_forward_mode_only(cube, calls):
+    towers = gt.Towers(Cubed(6, cube), Cubed(5, cube))
+    point = gt.Problem(PAIRS, omega=0.5, l2=0.1).at(towers)
+    G, d, called = point.gauss_newton(), point.gradient(), []
+    G @ d  # decides which derivative it is
+    for module in (towers.left, towers.right):
+        module.first.register_forward_hook(lambda *_: called.append(1))
+    G @ d
+    assert len(called) == 2 * calls
+
+
 def test_a_module_without_either_derivative_is_refused_by_newton_and_trained_by_gradients():
     problem = gt.Problem(PAIRS, omega=0.5, l2=0.1)
     towers = gt.Towers(Cubed(6, NoForward.apply), Cubed(5, NoForward.apply))

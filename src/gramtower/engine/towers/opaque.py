@@ -1,10 +1,10 @@
 """Any module as a step of a tower, differentiated by autodiff.
 
 The vjp is back-propagation; the jvp is the derivative of the vjp with respect to its cotangent, in which it is linear.
-A module with an operation that cannot be differentiated twice has its jvp by forward mode instead. That is a forward
-pass more for each product, while double backward uses what was kept. Where a module calls an autograd.Function of its
-own, double backward may leave out what is behind it without an error, so that forward mode is tried first, and the
-first jvp must be the adjoint of the vjp.
+This double backward uses the graph that was kept, while forward mode computes the outputs again in each product, which
+takes longer (benchmarks/bench_modules.py --derivatives). Forward mode is for a module with an operation that cannot be
+differentiated twice. Where a module calls an autograd.Function of its own, double backward may leave out what is behind
+it without an error, so that forward mode is tried first, and the first jvp must be the adjoint of the vjp.
 
 For the preconditioner, hooks find A and S of the layers inside the module, S from random vectors at the output of a
 sample of rows. A ⊗ S assumes that the layer is called for each entity, once or several times; a layer that is called
