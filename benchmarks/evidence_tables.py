@@ -488,13 +488,14 @@ def table_defaults() -> list[list[str]]:
 
 
 def _selected(kind: str) -> dict[str, dict[int, dict[str, list[float]]]]:
-    """The rows of section cuda of selection.json by set of ids or features, and by split."""
+    """The rows of sections cuda and peers-cuda of selection.json by set of ids or features, and by split."""
     found: dict[str, dict[int, dict[str, list[float]]]] = {}
-    for name, one in load("selection")["cuda"]["sets"].items():
-        data, _, split = name.rpartition(" split ")
-        if data.endswith("+features") == (kind == "features"):
-            rows = found.setdefault(data.removesuffix("+features"), {}).setdefault(int(split), {})
-            rows |= {row: result["metrics"] for row, result in one["rows"].items()}
+    for section in ("cuda", "peers-cuda"):
+        for name, one in load("selection").get(section, {}).get("sets", {}).items():
+            data, _, split = name.rpartition(" split ")
+            if data.endswith("+features") == (kind == "features"):
+                rows = found.setdefault(data.removesuffix("+features"), {}).setdefault(int(split), {})
+                rows |= {row: result["metrics"] for row, result in one["rows"].items()}
     return dict(sorted(found.items()))
 
 
@@ -524,20 +525,16 @@ def table_selection(kind: str) -> list[list[str]]:
 def table_peers(kind: str) -> list[list[str]]:
     """The default on the first split against the best of each other method on its test part."""
     peers = ("popularity", "EASE", "ALS", "softmax") if kind == "ids" else ("popularity", "softmax")
-    rows = [[_METRICS[kind], "default", *peers, "random settings", "share", "chosen on a half", "share"]]
+    rows = [[_METRICS[kind], "default", *peers, "random settings", "share"]]
     for data, splits in _selected(kind).items():
         first = splits.get(0, {})
-        drawn = [
-            next((row for row in first if row.endswith(end)), "") for end in ("settings on the test part", "other")
-        ]
-        if not all(drawn) or "default" not in first:
+        drawn = next((row for row in first if "random settings" in row), None)  # the best on the test part
+        if drawn is None or "default" not in first:
             continue
         found = [next((first[row] for row in first if row.startswith(peer)), None) for peer in peers]
-        cells = [*map(_joined, (first["default"], *found))]
-        for row in drawn:
-            cells += [_joined(first[row]), f"{first['default'][-1] / first[row][-1]:.3f}"]
-        cells[-4] += f" ({drawn[0].split()[2]})"
-        rows.append([data, *cells])
+        best, count = first[drawn], drawn.split()[2]
+        share = f"{first['default'][-1] / best[-1]:.3f}"
+        rows.append([data, *map(_joined, (first["default"], *found)), f"{_joined(best)} ({count})", share])
     return rows
 
 
@@ -605,8 +602,10 @@ def list_scores() -> dict[str, dict[str, float]]:
     Both are means over splits; a model is compared on the splits that it was run on.
     """
     splits: dict[str, dict[str, float]] = {}
-    for name, one in load("selection")["cuda"]["sets"].items():
-        if one["metrics"][-1] == "ndcg@20":
+    for section in ("cuda", "peers-cuda"):
+        for name, one in load("selection").get(section, {}).get("sets", {}).items():
+            if one.get("metrics", ["recall@20", "ndcg@20"])[-1] != "ndcg@20" or "+features" in name:
+                continue
             for row, result in one["rows"].items():
                 if not row.endswith("measured on the other"):
                     model = "best of random settings" if row.startswith("best of") else row.partition(" on the test")[0]
