@@ -225,6 +225,8 @@ class RemotePath(PosixPath):
         return (path for path in self.below() if len(path.parts) == depth and path.match(pattern))
 
     def _child(self, name: str, meta: Meta | None) -> RemotePath:
+        if meta and (tag := meta.get("e_tag")) and not tag.endswith('"'):  # lists of Azure leave out the quotes
+            meta["e_tag"] = f'"{tag}"'
         return (self / name)._with(meta)
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -368,7 +370,7 @@ def _obstore() -> ModuleType:
 def _store(scheme: str, root: str, settings: tuple[tuple[str, str], ...]) -> object:
     """The store of a URL, with the credentials that the environment has at that time."""
     stores, given = _need("obstore.store"), dict(settings)
-    more: dict[str, Any] = {"client_options": dict(_CLIENT), "retry_config": RETRY}
+    more: dict[str, Any] = {"client_options": {**_CLIENT, "allow_http": True}, "retry_config": RETRY}
     if scheme == "gs":
         return stores.GCSStore(root, **more)
     if scheme == "az":
