@@ -371,16 +371,14 @@ def _store(scheme: str, root: str, settings: tuple[tuple[str, str], ...]) -> obj
     """The store of a URL, with the credentials that the environment has at that time."""
     stores, given = _need("obstore.store"), dict(settings)
     more: dict[str, Any] = {"client_options": {**_CLIENT, "allow_http": True}, "retry_config": RETRY}
-    if scheme == "gs":
-        return stores.GCSStore(root, **more)
-    if scheme == "az":
-        return stores.AzureStore(root, **more)
+    if scheme in ("gs", "az"):
+        return (stores.GCSStore if scheme == "gs" else stores.AzureStore)(root, **more)
     if scheme == "s3":
         return stores.S3Store(root, **_aws(more, given))
     address = _hub(root.split("/"), "") if scheme == "hf" else f"{scheme}://{root}"
     if scheme == "hf" and (token := given.get("HF_TOKEN")):
         more["client_options"]["default_headers"] = {"authorization": f"Bearer {token}"}
-    more["client_options"]["allow_http"] = not address.startswith("https:")
+    more["client_options"]["allow_http"] = not address.startswith("https:")  # not even after a redirection
     return stores.HTTPStore(address, **more)
 
 
@@ -399,7 +397,6 @@ def _aws(more: dict[str, Any], given: dict[str, str]) -> dict[str, Any]:
         more["credential_provider"] = _need("obstore.auth.boto3").Boto3CredentialProvider(session)
     if not address.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         more["endpoint"] = address
-        more["client_options"]["allow_http"] = not address.startswith("https:")
     return more | {"region": region}
 
 
