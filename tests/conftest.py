@@ -70,18 +70,23 @@ def s3_server():
 
 
 @pytest.fixture
-def s3(s3_server, monkeypatch):
-    """The address of that server, with an empty bucket s3://lake and credentials, and few and quick retries."""
+def quick(monkeypatch):
+    """Few and quick retries of requests to a store."""
     from gramtower._util import remote
 
+    pause = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2), "base": 2}
+    monkeypatch.setattr(remote, "RETRY", {"max_retries": 2, "retry_timeout": timedelta(seconds=5), "backoff": pause})
+
+
+@pytest.fixture
+def s3(s3_server, quick, monkeypatch):
+    """The address of that server, with an empty bucket s3://lake and credentials."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_server)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
-    pause = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2), "base": 2}
-    monkeypatch.setattr(remote, "RETRY", {"max_retries": 2, "retry_timeout": timedelta(seconds=5), "backoff": pause})
     urlopen(Request(f"{s3_server}/moto-api/reset", method="POST")).close()
     urlopen(Request(f"{s3_server}/lake", method="PUT")).close()
     return s3_server

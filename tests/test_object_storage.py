@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import gc
 import gzip
+import hmac
 import http.server
 import importlib
 import json
 import os
 import pickle
+import shutil
 import socket
+import subprocess
 import tempfile
 import threading
+import time
 from contextlib import closing, contextmanager, suppress
+from email.utils import formatdate
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -432,14 +438,114 @@ def test_a_missing_key_and_a_missing_bucket_are_named(s3):
         model().save("s3://other-lake/model")
 
 
-def test_each_cloud_has_its_store(monkeypatch):
-    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "lake")
+def of_cloud(monkeypatch, prefix, values):
+    """Set the variables of a cloud, and no others of it."""
+    for name in [name for name in os.environ if name.startswith(prefix)]:
+        monkeypatch.delenv(name)
+    for name, value in values.items():
+        monkeypatch.setenv(prefix + name, value)
+
+
+@pytest.fixture
+def gs(s3, monkeypatch):
+    """The bucket of the server, which Google's client can use: the requests of S3 and Google's XML API are alike."""
+    key = {"gcs_base_url": s3, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    token = "test/20260101/us-east-1/s3/aws4_request"  # from which the server takes the service
+    of_cloud(monkeypatch, "GOOGLE_", {"SERVICE_ACCOUNT_KEY": json.dumps(key), "BEARER_TOKEN": token})
+    return "gs://lake"
+
+
+ACCOUNT = "devstoreaccount1"  # of Azurite, with the key that all installations have
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+
+@pytest.fixture(scope="module")
+def azurite():
+    """The address of Azurite, Microsoft's server with the interface of Azure's blobs, with a container az://lake."""
+    program = shutil.which("azurite-blob")
+    if program is None:
+        pytest.skip("needs azurite-blob, which is not installed: npm install -g azurite")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    quiet = ["--silent", "--inMemoryPersistence", "--disableTelemetry", "--skipApiVersionCheck"]
+    process = subprocess.Popen([program, *quiet, "--blobHost", "127.0.0.1", "--blobPort", str(port)], stdout=-3)
+    try:
+        for _ in range(600):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                break
+            time.sleep(0.1)
+        address = f"http://127.0.0.1:{port}/{ACCOUNT}"
+        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+        lines = [f"{name}:{value}" for name, value in headers.items()] + [f"/{ACCOUNT}/{ACCOUNT}/lake"]
+        text = "PUT" + "\n" * 12 + "\n".join([*lines, "restype:container"])
+        mark = base64.b64encode(hmac.digest(base64.b64decode(KEY), text.encode(), "sha256")).decode()
+        headers["Authorization"] = f"SharedKey {ACCOUNT}:{mark}"
+        urlopen(Request(f"{address}/lake?restype=container", headers=headers, method="PUT")).close()
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def az(azurite, quick, monkeypatch):
+    values = {"STORAGE_ENDPOINT": azurite, "STORAGE_ACCOUNT_NAME": ACCOUNT, "STORAGE_ACCOUNT_KEY": KEY}
+    of_cloud(monkeypatch, "AZURE_", values)
+    return "az://lake"
+
+
+@pytest.fixture(params=["gs", "az"])
+def cloud(request):
+    return request.getfixturevalue(request.param)
+
+
+def test_partitions_runs_and_models_are_written_to_each_cloud_and_replaced(cloud):
+    pairs = gt.Interactions.from_frame(frame(), "user", "item")
+    for parts in (4, 2):
+        write_partition(pairs, f"{cloud}/data/parts", parts)
+        assert len(list(as_path(f"{cloud}/data/parts").iterdir())) == parts
+        assert len(read_part(f"{cloud}/data/parts")) == len(pairs)
+    assert [str(path) for path in as_path(f"{cloud}/data").iterdir()] == [f"{cloud}/data/parts"]
+    for iterations in (2, 4):
+        settings = gt.TwoTower(**SMALL, max_iterations=iterations)
+        fitted = settings.fit(pairs, checkpoint=f"{cloud}/run/checkpoint", history=f"{cloud}/run/history.jsonl")
+    whole = gt.TwoTower(**SMALL, max_iterations=4).fit(pairs)
+    assert fitted.history_[-1].value == pytest.approx(whole.history_[-1].value, rel=1e-6)
+    for seed in (0, 1):
+        model(seed=seed).save(f"{cloud}/run/model")
+        assert (gt.load(f"{cloud}/run/model").left_.embeddings == model(seed=seed).left_.embeddings).all()
+    assert sorted(path.name for path in as_path(f"{cloud}/run").iterdir()) == [
+        "checkpoint", "checkpoint.history", "history.jsonl", "model"
+    ]  # fmt: skip
+
+
+def test_large_objects_of_each_cloud_are_of_one_version(cloud, monkeypatch):
+    monkeypatch.setattr(remote, "PART", 5 << 20)
+    monkeypatch.setattr(remote, "RANGE", 1 << 20)
+    upload(f"{cloud}/large/x", content := os.urandom(11 << 20))  # in several parts
+    listed = next(as_path(f"{cloud}/large").iterdir())
+    assert as_path(f"{cloud}/large/x").read_bytes() == content
+    upload(f"{cloud}/large/x", content[::-1])
+    with pytest.raises(OSError, match=f"{cloud}/large/x was replaced"):
+        listed.read_bytes()
+
+
+def test_errors_of_each_cloud_name_the_url(cloud):
+    for url in (f"{cloud}/none", f"{cloud}-of-nobody/none"):
+        for read in (gt.load, read_part, lambda url: gt.Interactions.from_csv(url, "user", "item")):
+            with pytest.raises(FileNotFoundError, match=url):
+                read(url)
+    with pytest.raises(FileNotFoundError, match=f"{cloud}-of-nobody/model"):
+        model().save(f"{cloud}-of-nobody/model")
+    with pytest.raises(ValueError, match="after the bucket"):
+        model().save(cloud)
+
+
+def test_azure_denies_access_with_another_key(az, monkeypatch):
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
-    for scheme, kind in (("gs", "GCSStore"), ("az", "AzureStore")):
-        store, key = as_path(f"{scheme}://bucket/runs/model").place
-        assert (type(store).__name__, key) == (kind, "runs/model")
-        with pytest.raises(ValueError, match=r"path.*bucket"):
-            model().save(f"{scheme}://bucket")
+    for act in (gt.load, model().save, lambda url: as_path(url).exists()):
+        with pytest.raises(PermissionError, match=r"az://lake/model.*403.*credentials"):
+            act("az://lake/model")
 
 
 @contextmanager

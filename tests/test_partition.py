@@ -388,6 +388,24 @@ def test_partitions_of_the_old_format_are_refused(tmp_path, capsys):
     assert "no longer read" in capsys.readouterr().err
 
 
+def test_the_command_line_says_how_much_of_a_folder_it_has_written(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
+    from gramtower.cli import formats
+    from gramtower.cli.program import run
+
+    monkeypatch.setattr(formats, "_EVERY", 0.0)
+    by_polars(table(), tmp_path / "log")
+    command = ["partition", str(tmp_path / "log"), "--left", "user", "--right", "item", "--parts", "3"]
+    assert run([*command, "--out", str(tmp_path / "parts"), "--json"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["right"] == table()["item"].n_unique()
+    lines = re.findall(r"reading: ([\d,]+) of 277 rows, (\d) of (\d) parts", found.err)
+    assert lines[-1] == ("277", lines[-1][2], lines[-1][2])
+    assert len(lines) == int(lines[0][2]) > 1
+    assert run([*command, "--out", str(tmp_path / "parts"), "--quiet"]) == 0
+    assert "reading" not in capsys.readouterr().err
+
+
 def test_the_command_line_fits_a_partition_with_one_and_two_processes_alike(tmp_path, capsys):
     pytest.importorskip("cyclopts", reason="the command line needs cyclopts")
     from gramtower.cli.program import run

@@ -225,6 +225,8 @@ class RemotePath(PosixPath):
         return (path for path in self.below() if len(path.parts) == depth and path.match(pattern))
 
     def _child(self, name: str, meta: Meta | None) -> RemotePath:
+        if meta and (tag := meta.get("e_tag")) and not tag.endswith('"'):  # lists of Azure leave out the quotes
+            meta["e_tag"] = f'"{tag}"'
         return (self / name)._with(meta)
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -368,17 +370,15 @@ def _obstore() -> ModuleType:
 def _store(scheme: str, root: str, settings: tuple[tuple[str, str], ...]) -> object:
     """The store of a URL, with the credentials that the environment has at that time."""
     stores, given = _need("obstore.store"), dict(settings)
-    more: dict[str, Any] = {"client_options": dict(_CLIENT), "retry_config": RETRY}
-    if scheme == "gs":
-        return stores.GCSStore(root, **more)
-    if scheme == "az":
-        return stores.AzureStore(root, **more)
+    more: dict[str, Any] = {"client_options": {**_CLIENT, "allow_http": True}, "retry_config": RETRY}
+    if scheme in ("gs", "az"):
+        return (stores.GCSStore if scheme == "gs" else stores.AzureStore)(root, **more)
     if scheme == "s3":
         return stores.S3Store(root, **_aws(more, given))
     address = _hub(root.split("/"), "") if scheme == "hf" else f"{scheme}://{root}"
     if scheme == "hf" and (token := given.get("HF_TOKEN")):
         more["client_options"]["default_headers"] = {"authorization": f"Bearer {token}"}
-    more["client_options"]["allow_http"] = not address.startswith("https:")
+    more["client_options"]["allow_http"] = not address.startswith("https:")  # not even after a redirection
     return stores.HTTPStore(address, **more)
 
 
@@ -397,7 +397,6 @@ def _aws(more: dict[str, Any], given: dict[str, str]) -> dict[str, Any]:
         more["credential_provider"] = _need("obstore.auth.boto3").Boto3CredentialProvider(session)
     if not address.endswith((".amazonaws.com", ".amazonaws.com.cn")):
         more["endpoint"] = address
-        more["client_options"]["allow_http"] = not address.startswith("https:")
     return more | {"region": region}
 
 

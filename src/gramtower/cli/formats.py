@@ -56,7 +56,7 @@ class Format:
     sniff: Callable[[Path], bool] | None = None  # tells whether a folder or archive has this format
     flags: tuple[str, ...] = ()  # the keys of _FLAGS that apply to it
     about: str = ""  # remark for the help of ``--format``
-    stream: Callable[[Path, DataOptions], Iterator[DataFrame]] | None = None  # yields tables, as pair_batches does
+    stream: Callable[[Path, DataOptions, bool], Iterator[DataFrame]] | None = None  # yields tables, as pair_batches
 
 
 def find_format(path: Path, options: ReadOptions, name: str = "DATA") -> str:
@@ -99,7 +99,7 @@ def _read_csv(path: Path, options: DataOptions, loud: bool) -> Interactions:
         return Interactions.from_csv(path, left, right, separator=separator, **_arguments(options))
 
 
-def _stream_csv(path: Path, options: DataOptions) -> Iterator[DataFrame]:
+def _stream_csv(path: Path, options: DataOptions, loud: bool) -> Iterator[DataFrame]:
     left, right = _id_columns(options, path)
     separator = _separator(options) or separator_of(path)
     with _separator_hint(path, separator):
@@ -126,9 +126,8 @@ def _read_parquet(path: Path, options: DataOptions, loud: bool) -> Interactions:
     return Interactions.from_parquet(path, **parquet_arguments(path, options, loud))
 
 
-def _stream_parquet(path: Path, options: DataOptions) -> Iterator[DataFrame]:
-    left, right = _id_columns(options)
-    return pair_batches(path, left, right, **_arguments(options))
+def _stream_parquet(path: Path, options: DataOptions, loud: bool) -> Iterator[DataFrame]:
+    return pair_batches(path, **parquet_arguments(path, options, loud))
 
 
 def parquet_arguments(path: Path, options: ReadOptions, loud: bool) -> dict[str, Any]:

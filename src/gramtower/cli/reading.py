@@ -69,7 +69,7 @@ def read_batches(path: Path, options: DataOptions, loud: bool) -> Iterator[DataF
     if path.exists() and options.event is options.half_life is options.now is None:
         refuse_old("DATA", path)
         if (stream := FORMATS[find_format(path, options)].stream) is not None:
-            return stream(path, options)
+            return stream(path, options, loud)
     pairs = read_pairs(path, options, loud)
     starts, values = range(0, len(pairs), _ROWS), has_values(pairs)
     return (pair_table(pairs, start, min(start + _ROWS, len(pairs)), values) for start in starts)

@@ -7,7 +7,8 @@ Cost: O(rows) time; memory for one batch, some 8 MB of text or half a million ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from gramtower.data.frames import Choice, Column
 from gramtower.data.ids import id_series
 from gramtower.data.interactions import column_choices, table_names
 from gramtower.data.matrices import Rule, check_rows
-from gramtower.data.parquet import Folder, check_unchanged
+from gramtower.data.parquet import Folder, ReadingProgress, check_unchanged
 from gramtower.data.sources import existing, reading
 
 if TYPE_CHECKING:
@@ -36,22 +37,22 @@ def pair_batches(
     threshold: float | None = None,
     labels: bool = False,
     separator: str | None = None,
+    progress: Callable[[ReadingProgress], None] | None = None,
 ) -> Iterator[DataFrame]:
     """Yield tables of ids, named as in the file, and of ``value``, ``weight`` and ``time`` if there are any.
 
     The arguments are those of :meth:`Interactions.from_csv`. Without a separator, ``path`` is a Parquet file or a
-    folder of them.
+    folder of them, and the arguments are those of :meth:`Interactions.from_parquet`.
     """
     rule = Rule(threshold, labels, "max", value)
     ids, others = column_choices(left, right, value=value if rule.reads_value else None, weight=weight, time=time)
     if separator is None:
-        source = _parquet_columns(existing("path", path, folder=True), ids + others, rule)
+        source = _parquet_columns(Folder(existing("path", path, folder=True), ids + others, rule), progress)
     else:
         source = _csv_columns(existing("path", path), ids, others, separator)
-    chosen = [name for name, _ in others]
     report = dict.fromkeys(("rows", "rows_without_id", "rows_without_number", "rows_below_threshold"), 0)
     for columns in source:
-        yield _kept(columns, chosen, rule, report)
+        yield _kept(columns, [name for name, _ in others], rule, report)
     check_rows(report)
 
 
@@ -75,8 +76,8 @@ def _kept(columns: list[Series], others: Sequence[str], rule: Rule, report: dict
     return table
 
 
-def _parquet_columns(path: Path, choices: Sequence[Choice], rule: Rule) -> Iterator[list[Series]]:
-    pl, folder = frames.polars(), Folder(path, choices, rule)
+def _parquet_columns(folder: Folder, progress: Callable[[ReadingProgress], None] | None) -> Iterator[list[Series]]:
+    pl, began, done = frames.polars(), time.perf_counter(), 0
     for number, part in enumerate(folder.parts):
         with reading(part.path):
             for start, batch in folder.batches(number):
@@ -85,11 +86,15 @@ def _parquet_columns(path: Path, choices: Sequence[Choice], rule: Rule) -> Itera
                     if not folder.is_text(name := folder.names[place]) and name not in folder.stored:
                         columns[place] = columns[place].cast(pl.Int64)  # the key of a folder
                     columns[place] = id_series(argument, columns[place])
-                    if path.is_dir() and (missing := columns[place].null_count()):
+                    if folder.path.is_dir() and (missing := columns[place].null_count()):
                         folder.refuse_missing(number, start, argument, missing)
                 yield columns
-    if path.is_dir():
-        check_unchanged(path, folder.parts)
+                done += len(batch)
+                if progress is not None:
+                    read = number + (start + len(batch) == folder.rows[number]), len(folder.parts)
+                    progress(ReadingProgress(*read, done, sum(folder.rows), time.perf_counter() - began))
+    if folder.path.is_dir():
+        check_unchanged(folder.path, folder.parts)
 
 
 def _csv_columns(

@@ -127,7 +127,7 @@ def write_batches(batches: Iterable[DataFrame], folder: str | Path, parts: int) 
         parts: number of parts.
     """
     pl, folder, counts = frames.polars(), _writable(folder), np.zeros(check.count("parts", parts), np.int64)
-    left, right, pairs = 0, pl.Series([]), list[int]()
+    left, pairs = 0, list[int]()
     with replacing_folder(folder) as partial:
         (runs := partial / "runs").mkdir()
         files: list[Path] = []
@@ -148,11 +148,10 @@ def write_batches(batches: Iterable[DataFrame], folder: str | Path, parts: int) 
                 merged[a:b].select(names).write_parquet(partial / f"part-{number:05d}.parquet")
                 pairs.append(b - a)
             left += merged[names[0]].n_unique()
-            found = merged[names[1]].unique()
-            right = pl.concat([right, found]).unique() if len(right) else found
+        right = pl.scan_parquet(files, glob=False).select(names[1]).unique().select(pl.len())
+        facts = {"columns": names, "left": left, "right": right.collect(engine="streaming").item()}
         shutil.rmtree(runs)
-    facts = {"columns": names, "left": left, "right": len(right), "pairs": sum(pairs), "parts": parts}
-    return facts | {"fewest_pairs": min(pairs), "most_pairs": max(pairs)}
+    return facts | {"pairs": sum(pairs), "parts": parts, "fewest_pairs": min(pairs), "most_pairs": max(pairs)}
 
 
 def _gathered(batches: Iterable[DataFrame]) -> Iterator[DataFrame]:

@@ -79,10 +79,8 @@ def lists_of(model: Model, k: int = 10, **options: Unpack[ListOptions]) -> Lists
     """Prepare the lists of a model; the arguments are those of ``recommend_all``."""
     pa = need("pyarrow", _USE)
     k = check.count("k", k)
-    known = [*ListOptions.__annotations__]
     for name in options:
-        if name not in known:
-            check.fail("options", repr(name), f"names of rules: {', '.join(known)}")
+        check.choice("options", name, tuple(ListOptions.__annotations__))
     if isinstance(model, (str, Path)):
         model = load(model)
     if not isinstance(model, (TwoTower, FittedModel)):
