@@ -257,8 +257,8 @@ def tune(
 
     The search covers everything that no flag or config sets: weight of unobserved pairs, penalties, weights by degree,
     imputed label, dimension, hidden layers, loss and features; or the names in --space. The first trial uses the
-    defaults, which stay unless another trial is better by more than one standard error. The same command continues a
-    search that was stopped, and with more --trials one that ended.
+    defaults, which stay unless another trial is better by more than two standard errors, also on other held-out data.
+    The same command continues a search that was stopped, and with more --trials one that ended.
 
     Here --time-limit limits the whole search, --metric is the metric to maximise, --validation is the share of each
     user's pairs to rank [default: 0.1] or a file, and --max-iterations and --patience apply to each trial. With

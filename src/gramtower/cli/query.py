@@ -207,21 +207,22 @@ def recommend(
 
     Args:
         run: Folder of a run, or a model file.
-        left: Id of a left entity; may be repeated. With --left-features, of its rows.
-        k: How many.
-        include_seen: Also those that it has: of its pairs of training and of validation, or of its history.
-        exclude: Pairs of which none is to be shown, a file like the one the run read.
-        allow: Ids of right entities, one or several, or @FILE with one in each line: only these; may be repeated.
-            Unknown ids are ignored and counted.
-        allow_pairs: Pairs instead of ids, in a file with the run's columns of ids: each left entity has only its own.
-        deny: The same: never these. An id that begins with @ is written with another @ before it.
-        candidates: all that there are, with those of --right-features, or trained: those of the training data.
+        left: Id of a left entity; may be repeated. With --left-features, an id in that table.
+        k: Length of a list.
+        include_seen: Recommend also right entities of the pairs of training and validation, or of the history.
+        exclude: File of pairs that are not recommended, in the format of the run's data.
+        allow: Recommend only these right entities: an id, several ids, or @FILE with one id in each line; may be
+            repeated. Unknown ids are ignored and counted.
+        allow_pairs: File of pairs, with the run's columns of ids: each left entity gets only right entities of its pairs.
+        deny: Never recommend these right entities; ids as in --allow. Write an id that begins with @ as @@.
+        candidates: all: right entities of the model and of --right-features; trained: those of the training data.
         where: Only right entities whose columns of the right table match, such as "genre == 'Comedy' and year >= 1990".
         boost: COLUMN=WEIGHT: add weight times this column of the right table to scores; may be repeated.
         popularity: Exponent γ: add γ log(1 + n) to scores of right entities with n training pairs.
-        diversity: From 0 to 1: how much entities lose for being like those above them.
-        at_most: COLUMN=COUNT: so many of a list may share a value of this column of the right table; may be repeated.
-        min_score: Leave out lower scores.
+        diversity: From 0 to 1: by how much the score of an entity falls if it is similar to entities above it.
+        at_most: COLUMN=COUNT: at most so many entities of a list share a value of this column of the right table; may
+            be repeated.
+        min_score: Leave out entities with lower scores.
         scores: raw, probability (of a model that gramtower calibrate has calibrated) or percentile (100 is the best).
         left_features: Table of new left entities, for models fitted with --left-features: all its rows, or --left.
         right_features: Table of right entities, for models fitted with --right-features: new ones are ranked too.
@@ -379,7 +380,7 @@ def similar(
         run: Folder of a run, or a model file.
         right: Id of a right entity; may be repeated.
         left: Id of a left entity, instead of --right; may be repeated.
-        k: How many.
+        k: Length of a list.
         left_features: Table of left entities; new ones are compared too. Without --left, all its rows are queried.
         right_features: The same for right entities.
         right_table: Table of right entities, joined by id, for titles [default: the table that the model was fitted
@@ -474,7 +475,7 @@ def explain(
         left: Id of a left entity; (new) for one that --left-features or --history describe.
         right: Id of a right entity.
         side: left, or right to explain by the features or pairs of the right entity.
-        k: How many parts, the largest in size; the others are summed.
+        k: Number of parts to list, the largest first; the others are summed.
         left_features: Table with the row of LEFT, for models fitted with --left-features.
         right_features: The same for RIGHT, with --side right.
         history: Right id of a new left entity, for models fitted with --history; may be repeated.

@@ -94,8 +94,8 @@ def fit(
         if validation is None:
             check.fail("refit", True, "validation as well: a share such as 0.1, or pairs, to find the iterations")
     path = None if previous is None else previous.path
-    if not isinstance(settings.select, bool):
-        check.choice("select", settings.select, HOLDS)
+    if not isinstance(settings.select, bool) and settings.select not in HOLDS:
+        check.fail("select", repr(settings.select), "True (auto), False (off), 'pairs', 'left' or 'right'")
     if settings.select and previous is None:
         given = None if validation is None else HeldOut(train, known, held_out, unseen)
         path = _selected(settings, pairs, features, given, checkpoint)
