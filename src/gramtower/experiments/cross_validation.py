@@ -42,7 +42,7 @@ from gramtower.data.splits import Split
 from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
 from gramtower.metrics.definitions import DEFAULT, LOWER_IS_BETTER, parse
-from gramtower.model.fit_data import Columns
+from gramtower.model.fit_data import read_frame
 from gramtower.training.result import Reason
 
 Interval = tuple[float, float]
@@ -223,7 +223,10 @@ def cross_validate(
     names = tuple(metric.name for metric in parse(metrics))
     if (processes := current_group().size) > 1:
         check.fail("cross_validate", f"{processes} processes", "one: folds do not run over several")
-    known = known_pairs(Columns(left, right, value, weight, time, threshold).read("pairs", pairs))
+    read = read_frame(
+        "pairs", pairs, left=left, right=right, value=value, weight=weight, time=time, threshold=threshold
+    )
+    known = known_pairs(read)
     found, users = [], []
     for split in _splits(known, folds, check.seed(seed)):
         features = {}
