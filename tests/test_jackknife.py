@@ -9,7 +9,7 @@ import pytest
 import scipy.sparse as sp
 
 from gramtower.metrics import evaluate_embeddings
-from gramtower.metrics.tally import PARTS, deal, means_without, standard_error
+from gramtower.metrics.embedding_metrics import PARTS, deal, means_without, standard_error
 
 
 def test_entities_are_dealt_evenly_and_by_the_seed():

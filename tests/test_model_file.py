@@ -175,6 +175,10 @@ def part(key, value, number=0):
     return lambda header, tensors: header["inputs"]["left"][number].update({key: value})
 
 
+TRIED = {"settings": {"l2": 1.0}, "metric": 0.1, "standard_error": 0.0}
+PATH = {"metric": "ndcg@20", "held_out": "pairs", "tried": [TRIED], "chosen": {"l2": 1.0}}
+
+
 def put(place, value):
     def change(values):
         changed = values.clone()
@@ -208,6 +212,7 @@ BAD = {
     "an infinite omega": (of("omega", math.inf), "omega"),
     "a metric that is no number": (of("best_metric", math.nan), "best_metric"),
     "no history": (of("history", []), "history"),
+    "a metric of the path as text": (of("path", PATH | {"tried": [TRIED | {"metric": "0.1"}]}), "path.*metric"),
     "a history of numbers": (of("history", [1, 2]), "history"),
     "a record without a value": (lambda header, tensors: header["history"][0].pop("value"), "value"),
     "inputs of one side": (lambda header, tensors: header["inputs"].pop("left"), "inputs"),

@@ -329,9 +329,10 @@ def test_a_continued_run_keeps_its_choice_and_ends_as_an_uninterrupted_one(tmp_p
     assert resumed.path_.chosen == whole.path_.chosen
     assert resumed.history_[-1].value == whole.history_[-1].value
     chosen = tmp_path / "half.selection.json"
-    chosen.write_text(json.dumps({"chosen": 3}))
-    with pytest.raises(ValueError, match=r"half\.selection\.json"):
-        small(max_iterations=8).fit(faint(), checkpoint=tmp_path / "half")
+    for text in (json.dumps({"chosen": 3}), "{"):
+        chosen.write_text(text)
+        with pytest.raises(ValueError, match=r"checkpoint.*half\.selection\.json"):
+            small(max_iterations=8).fit(faint(), checkpoint=tmp_path / "half")
 
 
 def test_an_interrupt_on_the_path_ends_the_fit_and_leaves_the_model_as_it_was(monkeypatch):

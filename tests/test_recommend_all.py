@@ -18,7 +18,7 @@ import gramtower as gt
 from gramtower.data import list_files
 from gramtower.data.list_files import ListFile
 from gramtower.data.tables import FeatureTable
-from gramtower.model import fitted as listing
+from gramtower.retrieval.topk import Ranking
 
 pl = pytest.importorskip("polars", reason="files of lists are written with polars")
 
@@ -302,12 +302,12 @@ def test_a_killed_process_leaves_what_the_next_goes_on_from(model, tmp_path, sma
 
 def test_one_part_at_a_time_is_held(models, tmp_path, small_parts, monkeypatch):
     """Parts in memory: one that is filled, one that is being written."""
-    held, most, empty, write = [0], [0], listing._empty, ListFile.write
+    held, most, top, write = [0], [0], Ranking.top, ListFile.write
 
     def counted(*arguments):
         held[0] += 1
         most[0] = max(most[0], held[0])
-        columns, values = empty(*arguments)
+        columns, values = top(*arguments)
         assert columns.size <= 8 * K
         return columns, values
 
@@ -316,7 +316,7 @@ def test_one_part_at_a_time_is_held(models, tmp_path, small_parts, monkeypatch):
         held[0] -= 1
         return answers
 
-    monkeypatch.setattr(listing, "_empty", counted)
+    monkeypatch.setattr(Ranking, "top", counted)
     monkeypatch.setattr(ListFile, "write", written)
     models["rows"].recommend_all(tmp_path / "lists.csv", K)
     assert most[0] <= 3

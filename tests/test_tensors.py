@@ -180,6 +180,36 @@ def test_a_field_of_another_type_is_named(change, message):
         build("header", Form, GOOD | change)
 
 
+@dataclass
+class Outer:
+    sizes: tuple[int, int]
+    widths: tuple[tuple[int, ...], ...]
+    forms: list[Form]
+    best: Form | None = None
+
+
+def test_objects_become_dataclasses_and_lists_tuples_where_the_annotations_say_so():
+    made, form = build("header", Outer, {"sizes": [1, 2], "widths": [[3], []], "forms": [GOOD]}), Form(**GOOD)
+    assert made == Outer((1, 2), ((3,), ()), [form])
+    assert build("header", Outer, vars(made) | {"sizes": [1, 2], "widths": [], "forms": [], "best": GOOD}).best == form
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": [1]}, "got sizes"),
+        ({"sizes": [1, 2, 3]}, "got sizes"),
+        ({"widths": [3]}, "got widths"),
+        ({"forms": [GOOD, 3]}, "got forms"),
+        ({"forms": [GOOD | {"count": "3"}]}, r"header\.forms.*got count"),
+        ({"best": {}}, r"header\.best.*got no count"),
+    ],
+)
+def test_a_field_of_another_type_inside_is_named_with_its_place(change, message):
+    with pytest.raises(ValueError, match=message):
+        build("header", Outer, {"sizes": [1, 2], "widths": [], "forms": []} | change)
+
+
 def test_a_missing_field_is_named():
     with pytest.raises(ValueError, match=r"header.*rows"):
         build("header", Form, {k: v for k, v in GOOD.items() if k != "rows"})

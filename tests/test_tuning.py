@@ -21,7 +21,7 @@ from gramtower.experiments.tuning import trial as curves
 from gramtower.experiments.tuning.report import read_search
 from gramtower.experiments.tuning.study import gain, judge, pick
 from gramtower.experiments.tuning.trial import changed_arguments, make_parts, start_values
-from gramtower.metrics.tally import deal
+from gramtower.metrics.embedding_metrics import deal
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.fit_parts import make_problem
 from gramtower.training.checkpoint import locked

@@ -13,7 +13,7 @@ from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import held_out
 from gramtower.experiments.tuning.study import Gain, gain, pick
 from gramtower.metrics import evaluate_embeddings
-from gramtower.metrics.tally import deal
+from gramtower.metrics.embedding_metrics import deal
 from gramtower.model.fit_data import prepare_data
 from gramtower.model.settings import ModelSettings
 from gramtower.model.unseen import hold_out_entities

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import math
 import os
@@ -293,11 +294,15 @@ def toml(value: object) -> str:
 
 
 T = TypeVar("T")
+_PLAIN = {str, int, float, bool, Any, Ellipsis}  # annotations of values that stay as JSON has them
 _LARGEST = 1 << 63  # of integers: what a tensor and a file can count
 
 
 def build(where: str, cls: type[T], content: object) -> T:
-    """Make an instance of a dataclass from a JSON object: all fields are required, and types are checked."""
+    """Make an instance of a dataclass from a JSON object; types are checked, and only fields with a default may miss.
+
+    Objects become dataclasses and lists become tuples for fields that are annotated as these.
+    """
     if type(content) is not dict:
         raise ValueError(f"{where}: got {_shown(content)}, expected an object")
     kind: Any = cls
@@ -305,13 +310,28 @@ def build(where: str, cls: type[T], content: object) -> T:
     for name, value in content.items():
         if name not in tests:
             raise ValueError(f"{where}: got a field {name!r}, expected {', '.join(tests)}")
-        fits, expected = tests[name]
-        if not fits(value):
+        hint, expected = tests[name]
+        if not fits(hint, value):
             raise ValueError(f"{where}: got {name} {_shown(value)}, expected {expected}")
     for name in needed:
         if name not in content:
             raise ValueError(f"{where}: got no {name}, expected {tests[name][1]}")
-    return cls(**content)
+    made: dict[str, Any] = {name: _made(f"{where}.{name}", tests[name][0], one) for name, one in content.items()}
+    return cls(**made)
+
+
+def _made(where: str, hint: object, content: object) -> object:
+    """A JSON value that has an annotated type, as this type."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    kind, value = typing.cast(type, hint), typing.cast(Any, content)
+    if origin in (Union, types.UnionType):
+        return _made(where, next(one for one in inner if fits(one, value)), value)
+    if origin in (list, tuple) and {*inner} <= _PLAIN:
+        return origin(value)
+    if origin in (list, tuple):
+        hints = itertools.repeat(inner[0]) if origin is list or Ellipsis in inner else inner
+        return origin(_made(where, each, one) for each, one in zip(hints, value, strict=False))
+    return build(where, kind, value) if dataclasses.is_dataclass(hint) else value
 
 
 def fits(hint: object, value: object) -> bool:
@@ -325,12 +345,13 @@ def _shown(value: object) -> str:
 
 
 @lru_cache(maxsize=64)
-def _fields(cls: type) -> tuple[dict[str, tuple[Callable[[object], bool], str]], list[str]]:
+def _fields(cls: type) -> tuple[dict[str, tuple[object, str]], list[str]]:
+    """The annotation of each field and its text, and the fields without a default."""
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init]
     missing = dataclasses.MISSING
     needed = [f.name for f in fields if f.default is missing and f.default_factory is missing]
-    return {f.name: (_test(hints[f.name]), str(f.type)) for f in fields}, needed
+    return {f.name: (hints[f.name], str(f.type)) for f in fields}, needed
 
 
 @lru_cache(maxsize=256)
@@ -348,6 +369,10 @@ def _test(hint: object) -> Callable[[object], bool]:
     if origin in (Union, types.UnionType):
         tests = [_test(one) for one in inner]
         return lambda value: any(test(value) for test in tests)
+    if dataclasses.is_dataclass(hint):
+        return lambda value: type(value) is dict
+    if origin is tuple and Ellipsis not in inner:
+        return lambda value: type(value) is list and len(value) == len(inner) and all(map(fits, inner, value))
     if origin in (list, tuple, Sequence):
         each = _test(inner[0])
         return lambda value: type(value) is list and all(map(each, value))

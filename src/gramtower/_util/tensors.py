@@ -196,6 +196,9 @@ def digest_of(*values: object) -> str:
             parts = [np.asarray(value)]
         for part in parts:
             numbers = part.dtype.kind in "biufc"
-            content = np.ascontiguousarray(part).tobytes() if numbers else repr(part.tolist()).encode(errors="replace")
-            found.update(f"{part.shape}{part.dtype}".encode() + content)
+            found.update(f"{part.shape}{part.dtype}".encode())
+            if numbers:
+                found.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+            else:
+                found.update(repr(part.tolist()).encode(errors="replace"))
     return found.hexdigest()

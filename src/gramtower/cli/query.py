@@ -213,7 +213,7 @@ def recommend(
         exclude: File of pairs that are not recommended, in the format of the run's data.
         allow: Recommend only these right entities: an id, several ids, or @FILE with one id in each line; may be
             repeated. Unknown ids are ignored and counted.
-        allow_pairs: File of pairs, with the run's columns of ids: each left entity gets only right entities of its pairs.
+        allow_pairs: File of pairs, with the run's columns of ids: recommend only from the pairs of a left entity.
         deny: Never recommend these right entities; ids as in --allow. Write an id that begins with @ as @@.
         candidates: all: right entities of the model and of --right-features; trained: those of the training data.
         where: Only right entities whose columns of the right table match, such as "genre == 'Comedy' and year >= 1990".

@@ -121,7 +121,6 @@ class _Listed(Encoder):
         return len(self.values)
 
     def check(self) -> None:
-        object.__setattr__(self, "values", tuple(self.values))
         if len(set(self.values)) < len(self.values):
             check.fail("values", "a repeated value", "distinct values")
 
@@ -260,8 +259,6 @@ class Vector(Encoder):
         return replace(self, indicator=self.indicator or bool(missing))
 
     def check(self) -> None:
-        for name in ("mean", "deviation"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         finite = all(math.isfinite(x) and 0 < y < math.inf for x, y in zip(self.mean, self.deviation, strict=False))
         if not finite or not len(self.mean) == len(self.deviation) > 0:
             given = f"{len(self.mean)} and {len(self.deviation)} numbers"
@@ -318,7 +315,6 @@ class Encoded(Vector):
 
     def check(self) -> None:
         super().check()
-        object.__setattr__(self, "probe", tuple(self.probe))
         if len(self.probe) != len(self.mean) or not all(map(math.isfinite, self.probe)):
             check.fail("probe", f"{len(self.probe)} numbers", f"{len(self.mean)} finite numbers")
 

@@ -273,8 +273,12 @@ class UnknownIds(ValueError):
 
 
 def rows_of(name: str, ids: IdsLike, index: Mapping[Key, int], expected: str | None = None) -> NDArray[np.int64]:
-    """Look up the rows of ids; the error names unknown ids and similar ones, and ends with ``expected``."""
-    keys = [key_of(name, cell) for cell in check.ids(name, ids)]
+    """Look up the rows of ids; the error names unknown ids and similar ones, and ends with ``expected``.
+
+    Tuples in the index, such as ("new", 0), are found as they are.
+    """
+    known: Mapping[Any, int] = index
+    keys: list[Any] = [x if isinstance(x, tuple) and x in known else key_of(name, x) for x in check.ids(name, ids)]
     unknown = [key for key in keys if key not in index]
     if unknown:
         named = "; ".join(f"{key!r}{_hint(key, index)}" for key in dict.fromkeys(unknown[:_NAMED]))

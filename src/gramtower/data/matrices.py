@@ -138,6 +138,17 @@ def ones_at(rows: ArrayLike, columns: ArrayLike, shape: tuple[int, int]) -> sp.c
     return matrix
 
 
+def selection(rows: NDArray[np.int64], size: int) -> sp.csr_matrix:
+    """A matrix whose product with ``size`` rows picks ``rows`` of them; −1 gives an empty row."""
+    there = np.flatnonzero(rows >= 0)
+    return ones_at(there, rows[there], (len(rows), size))
+
+
+def only_rows(matrix: sp.csr_matrix, rows: NDArray[np.bool_]) -> sp.csr_matrix:
+    """A matrix without the entries of other rows."""
+    return selected(matrix, np.repeat(rows, np.diff(matrix.indptr)))
+
+
 def extremes(array: NDArray[Number]) -> tuple[Number, Number]:
     """The smallest and largest number of a non-empty array (NaN if it contains one), by all threads."""
     cuts = [*range(0, len(array), _CHUNK), len(array)]

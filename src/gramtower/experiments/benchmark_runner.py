@@ -61,8 +61,7 @@ from gramtower.experiments.benchmark_report import (
 from gramtower.experiments.cross_validation import known_pairs
 from gramtower.experiments.run_store import OthersBusy, RunStore, environment
 from gramtower.metrics.definitions import DEFAULT, parse
-from gramtower.metrics.embedding_metrics import ranking_metrics
-from gramtower.metrics.tally import Scores
+from gramtower.metrics.embedding_metrics import Scores, ranking_metrics
 from gramtower.model.fit_data import aligned, own_pairs
 from gramtower.model.fitting import joined_features
 from gramtower.model.two_tower import TwoTower

@@ -43,7 +43,7 @@ from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
 from gramtower.metrics.definitions import DEFAULT, LOWER_IS_BETTER, parse
 from gramtower.model.feature_spec import GivenFeatures, is_matrix
-from gramtower.model.fit_data import Columns
+from gramtower.model.fit_data import read_frame
 from gramtower.model.fitting import joined_features
 from gramtower.training.result import Reason
 
@@ -225,7 +225,10 @@ def cross_validate(
     names = tuple(metric.name for metric in parse(metrics))
     if (processes := current_group().size) > 1:
         check.fail("cross_validate", f"{processes} processes", "one: folds do not run over several")
-    known = known_pairs(Columns(left, right, value, weight, time, threshold).read("pairs", pairs))
+    read = read_frame(
+        "pairs", pairs, left=left, right=right, value=value, weight=weight, time=time, threshold=threshold
+    )
+    known = known_pairs(read)
     sides = dict(zip(("left", "right"), joined_features((left_features, right_features), known), strict=True))
     found, users = [], []
     for split in _splits(known, folds, check.seed(seed)):

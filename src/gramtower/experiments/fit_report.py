@@ -21,7 +21,7 @@ from gramtower.data.interactions import Interactions
 from gramtower.data.matrices import without
 from gramtower.experiments.figures import Page, degree_figure, run_figure, table
 from gramtower.metrics.definitions import DEFAULT
-from gramtower.metrics.tally import GROUPS, terciles
+from gramtower.metrics.embedding_metrics import GROUPS, terciles
 from gramtower.model.fit_data import own_pairs
 from gramtower.model.fitted import FittedModel
 from gramtower.model.side import Side

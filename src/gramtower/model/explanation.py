@@ -49,7 +49,7 @@ from gramtower.engine.kernels.elementwise import ACTIVATIONS, LossTerms, Scored,
 from gramtower.engine.objective.formulas import column_sums, gram
 from gramtower.engine.objective.problem import Problem
 from gramtower.engine.objective.regularizers import as_regularizer
-from gramtower.engine.towers.layers import InputLinear
+from gramtower.engine.towers.layers import InputLinear, split_first
 from gramtower.model import defaults
 from gramtower.model.fit_data import seen_by_towers
 from gramtower.model.fit_parts import imputed_label, left_weights
@@ -199,10 +199,7 @@ class _Tower:
     """A module as a first layer and the rest, in float64; modules of another form have no first layer."""
 
     def __init__(self, module: nn.Module) -> None:
-        layers = list(module) if isinstance(module, nn.Sequential) else []
-        first = layers[0] if layers else None
-        self._first = first if isinstance(first, (InputLinear, nn.Linear)) else None
-        self._rest = module if self._first is None else nn.Sequential(*layers[1:])
+        self._first, self._rest = split_first(module)
 
     @cached_property
     def _tail(self) -> nn.Module:

@@ -49,7 +49,7 @@ from gramtower._util.files import replacing, write_json, write_text
 from gramtower.data import frames
 from gramtower.data.encoders import to_plain
 from gramtower.data.pairs import MatrixLike
-from gramtower.engine.towers.layers import InputLinear
+from gramtower.engine.towers.layers import InputLinear, split_first
 from gramtower.model.feature_spec import JSON, MOST_DEVIATIONS, FeatureSpec, Part
 from gramtower.model.fitted import FittedModel
 from gramtower.model.side import Side
@@ -182,15 +182,12 @@ class SparseNetwork(nn.Module):
     def __init__(self, tower: nn.Module, inputs: FeatureSpec) -> None:
         super().__init__()
         self.scale, self.width = _Columns(list(inputs.parts)), inputs.width
-        layers = list(tower) if isinstance(tower, nn.Sequential) else []
-        first = layers[0] if layers else None
+        first, self.rest = split_first(tower)
         self.table: nn.Parameter | None = None
         self.bias: Tensor | None = None
-        if isinstance(first, (InputLinear, nn.Linear)):
+        if first is not None:
             weight = first.weight if isinstance(first, InputLinear) else first.weight.t().contiguous()
             self.table, self.bias = _constant(weight.detach()), None if first.bias is None else _constant(first.bias)
-            tower = nn.Sequential(*layers[1:])
-        self.rest = tower
         self.usual: nn.Parameter | None = None  # of entities without a history, before the bias
         self.first, self.stop = 0, 0
         for part, span in inputs.spans:

@@ -498,6 +498,10 @@ class FeatureSpec:
         """The parts that the caller describes new entities by."""
         return [part for part in self.parts if part.kind in _GIVEN]
 
+    def ways(self, side: str) -> list[str]:
+        """The arguments that describe new entities."""
+        return [f"{side}_features"] * bool(self.given) + ["histories"] * self.has_history
+
     def listed(self, side: str, features: FeaturesLike) -> list[FeaturesLike]:
         """What was given for new entities, part by part."""
         wanted = self.given

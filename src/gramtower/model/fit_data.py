@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import scipy.sparse as sp
@@ -64,52 +64,40 @@ class PairColumns(TypedDict, total=False):
     context: Sequence[str] | None
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a frame of pairs, by name or by position; see :meth:`gramtower.Interactions.from_frame`."""
+def read_frame(name: str, given: Validation, **columns: Unpack[PairColumns]) -> FitPairs:
+    """A frame as Interactions; anything else as it is, for which no columns may be given.
 
-    left: Column | None = None
-    right: Column | None = None
-    value: Column | None = None
-    weight: Column | None = None
-    time: Column | None = None
-    threshold: float | None = None
-    context: Sequence[str] | None = None
+    As in the shell, rows whose value is at least the threshold are pairs labelled 1; without a threshold the values
+    are the labels; without a value every row is a pair labelled 1.
+    """
+    given, chosen = pairs_of(given), {column: value for column, value in columns.items() if value is not None}
+    if not is_frame(given):
+        if chosen:
+            shown = ", ".join(f"{column}={value!r}" for column, value in chosen.items())
+            check.fail(name, f"{type(given).__name__} with {shown}", "a polars, pandas or pyarrow table with them")
+        return given
+    if not {"left", "right"} <= chosen.keys():
+        expected = 'left= and right= as well: its columns of ids, as in fit(frame, left="user", right="item")'
+        check.fail(name, f"a {type(given).__name__}", expected)
+    named: Any = chosen
+    return Interactions.from_frame(given, labels="value" in chosen and "threshold" not in chosen, **named)
 
-    def read(self, name: str, given: Validation) -> FitPairs:
-        """A frame as Interactions; anything else as it is, for which no columns may be given.
 
-        As in the shell, rows whose value is at least the threshold are pairs labelled 1; without a threshold the values
-        are the labels; without a value every row is a pair labelled 1.
-        """
-        given = pairs_of(given)
-        chosen = {column: value for column, value in vars(self).items() if value is not None}
-        if not is_frame(given):
-            if chosen:
-                shown = ", ".join(f"{column}={value!r}" for column, value in chosen.items())
-                check.fail(name, f"{type(given).__name__} with {shown}", "a polars, pandas or pyarrow table with them")
-            return given
-        if self.left is None or self.right is None:
-            expected = 'left= and right= as well: its columns of ids, as in fit(frame, left="user", right="item")'
-            check.fail(name, f"a {type(given).__name__}", expected)
-        return Interactions.from_frame(
-            given, self.left, self.right, value=self.value, weight=self.weight, time=self.time,
-            threshold=self.threshold, labels=self.value is not None and self.threshold is None,
-            context=self.context or (),
-        )  # fmt: skip
-
-    def read_pairs(self, name: str, given: PairsLike | str | os.PathLike[str]) -> FitPairs:
-        """The same, where of a frame or file without named columns the first two hold left and right ids."""
-        if not is_table(given):
-            return self.read(name, given)
-        frame = read_table(name, given)
-        if self.left is None and self.right is None and len(frame.columns) < 2:
+def read_pairs(name: str, given: PairsLike | str | os.PathLike[str], **columns: Unpack[PairColumns]) -> FitPairs:
+    """The same, where of a frame or file without named columns the first two hold left and right ids."""
+    if not is_table(given):
+        return read_frame(name, given, **columns)
+    frame = read_table(name, given)
+    if columns.get("left") is None and columns.get("right") is None:
+        if len(frame.columns) < 2:
             check.fail(name, f"a table of {len(frame.columns)} columns", "left and right ids in two of them")
-        chosen = self if self.left is not None or self.right is not None else replace(self, left=0, right=1)
-        return chosen.read(name, frame)
+        columns |= {"left": 0, "right": 1}
+    return read_frame(name, frame, **columns)
 
-    def read_also(self, name: str, given: Validation) -> Validation:
-        return self.read(name, given) if is_frame(given) else pairs_of(given)
+
+def read_validation(name: str, given: Validation, **columns: Unpack[PairColumns]) -> Validation:
+    """The same as :func:`read_frame` for a frame; a share or pairs as they are, whatever the columns of frames."""
+    return read_frame(name, given, **columns) if is_frame(given) else pairs_of(given)
 
 
 def weighed_by_age(pairs: FitPairs, half_life: str | timedelta | None) -> FitPairs:
@@ -302,6 +290,12 @@ def matrix_and_ids(pairs: FitPairs, name: str = "pairs") -> tuple[sp.csr_matrix,
     check.fail(name, type(pairs).__name__, expected)
 
 
+def as_interactions(pairs: FitPairs, name: str = "pairs") -> Interactions:
+    """Pairs with ids; those of a matrix are the numbers of its rows and columns, which are not one set."""
+    matrix, _ = matrix_and_ids(pairs, name)
+    return pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix, same_entities=False)
+
+
 def hold_out(pairs: FitPairs, share: object, seed: int) -> tuple[Any, Any]:
     """Split off a share of each left entity's pairs, drawn with the seed; every left entity keeps a pair.
 
@@ -325,21 +319,13 @@ def hold_out(pairs: FitPairs, share: object, seed: int) -> tuple[Any, Any]:
     if isinstance(pairs, Shard):
         draws = np.random.PCG64(seed).advance(sum(one[2] for one in state[: group.rank]))
         return pairs.holding_out(per_user_mask(matrix, taken, 1, np.random.Generator(draws))), None
-    if isinstance(pairs, Interactions):
-        split = per_user(pairs, taken, minimum=1, seed=seed)
-        return split.train, split.test
-    split = per_user(Interactions.from_matrix(matrix), taken, minimum=1, seed=seed)
-    return split.train.matrix, split.test.matrix
+    split = per_user(as_interactions(pairs), taken, minimum=1, seed=seed)
+    return (split.train, split.test) if isinstance(pairs, Interactions) else (split.train.matrix, split.test.matrix)
 
 
 def rejoined(pairs: FitPairs, held_out: FitPairs) -> FitPairs:
     """Pairs with those that were held out of them; held-out pairs of unknown entities are left out."""
-    matrices = matrix_and_ids(pairs)[0], matrix_and_ids(held_out, "validation")[0]
-    both = [
-        one if isinstance(one, Interactions) else Interactions.from_matrix(matrix)
-        for one, matrix in zip((pairs, held_out), matrices, strict=True)
-    ]
-    found = union(both[0], both[1], "validation", add_new=False)
+    found = union(as_interactions(pairs), as_interactions(held_out, "validation"), "validation", add_new=False)
     return found if isinstance(pairs, Interactions) else found.matrix
 
 

@@ -93,16 +93,14 @@ def _local_imputed(settings: ModelSettings, shards: Shards) -> float | str | Fac
 
 def left_weights(settings: ModelSettings) -> WeightsLike:
     """a as it was given, or None."""
-    return None if _is_auto(settings.left_weights) else settings.left_weights
+    weights = settings.left_weights
+    return None if isinstance(weights, str) and weights == "auto" else weights
 
 
 def right_weights(settings: ModelSettings, data: FitData) -> WeightsLike:
     """b as it was given, or by name for the data."""
-    return auto_weights(data) if _is_auto(settings.right_weights) else settings.right_weights
-
-
-def _is_auto(weights: object) -> bool:
-    return isinstance(weights, str) and weights == "auto"
+    weights = settings.right_weights
+    return auto_weights(data) if isinstance(weights, str) and weights == "auto" else weights
 
 
 def auto_weights(data: FitData) -> str:

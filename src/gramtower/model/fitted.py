@@ -10,11 +10,11 @@ exact: they come from all scores, in blocks. Answers are copies: changing one ch
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack, cast
 
@@ -27,34 +27,35 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower._util.host import explained
+from gramtower._util.tensors import digest_of
 from gramtower.data.entity_table import EntityTable
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import IdsLike, Key, entity_names, index_of, join
 from gramtower.data.interactions import Interactions, PairsLike
 from gramtower.data.list_files import ListFile, extra_columns, lists_frame
-from gramtower.data.matrices import canonical, ones_at, resized, selected, union, warn_of_pairs, without
+from gramtower.data.matrices import canonical, only_rows, resized, selected, selection, union, warn_of_pairs, without
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import SINGLE, Group
 from gramtower.distributed.shards import Shards
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import evaluate_embeddings
 from gramtower.metrics.definitions import DEFAULT, parse
-from gramtower.metrics.tally import Scores
+from gramtower.metrics.embedding_metrics import Scores
 from gramtower.model import calibration as calibrating
 from gramtower.model import defaults
 from gramtower.model.calibration import Calibration, Counts, Reliability
 from gramtower.model.context import Combinations, Context, combinations_table
 from gramtower.model.defaults import pick_device
-from gramtower.model.feature_spec import JSON, IdArray, Ids, is_sparse, is_table
+from gramtower.model.feature_spec import IdArray, Ids, is_sparse, is_table
 from gramtower.model.fit_data import (
     Aligned,
-    Columns,
     FitPairs,
     Numbered,
     PairColumns,
     align,
     matrix_and_ids,
     own_pairs,
+    read_pairs,
     refuse_strangers,
 )
 from gramtower.model.side import (
@@ -103,20 +104,6 @@ class Selection:
         settings = ", ".join(f"{name}={short(value, name)}" for name, value in self.chosen.items())
         ids = "; features only for new entities, as ids rank known ones no worse" if self.ids_only else ""
         return f"{settings}, chosen from {len(self.tried)} by {self.metric} on {self.held_out}{ids}"
-
-    def to_plain(self) -> JSON:
-        """A dictionary for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, name: str, plain: Any) -> Selection:
-        """The selection of such a dictionary, of the file or field ``name``."""
-        try:
-            tried = [Tried(**one) for one in plain["tried"]]
-            chosen, ids_only = dict(plain["chosen"]), bool(plain.get("ids_only", False))
-            return cls(str(plain["metric"]), str(plain["held_out"]), tried, chosen, str(plain["note"]), ids_only)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{name}: this is not a selection of settings; delete it to choose again") from error
 
 
 def short(value: object, name: str = "") -> str:
@@ -282,12 +269,12 @@ class FittedModel:
         check.choice("population", population, calibrating.POPULATIONS)
         self.need_whole()
         if given is None:
-            pairs = _masked(self.further, np.arange(len(self.left)) < self.left.trained)
+            pairs = only_rows(self.further, np.arange(len(self.left)) < self.left.trained)
             if not pairs.nnz:
                 expected = "held-out pairs, or a model that was fitted with validation= and without refit="
                 check.fail(name, "None, and the model has no validation pairs", expected)
         else:
-            read = Columns(context=self.context_of(given)).read_pairs(name, given)
+            read = read_pairs(name, given, context=self.context_of(given))
             found = self.aligned(name, read).known_pairs(name, self.ids)
             pairs = selected(found, found.data > 0)
         held_out = without(pattern_of(pairs), self.trained)
@@ -361,16 +348,16 @@ class FittedModel:
         """
         exclude_seen = check.flag("exclude_seen", exclude_seen)
         columns.setdefault("context", self.context_of(test))
-        test = Columns(**columns).read_pairs("test", test)
-        histories = Columns().read_pairs("histories", histories) if is_table(histories) else histories
+        test = read_pairs("test", test, **columns)
+        histories = read_pairs("histories", histories) if is_table(histories) else histories
         here = self._grown("right", right_features)[0]._with_combinations(test)
         if check.choice("candidates", candidates, CANDIDATES) == "trained":
             here = here._without_added_right()
         allowed = None if allow is None else np.unique(here.right.known_rows("allow", allow))
-        ranking = _Evaluation(metrics, exclude_seen, exclude, by, candidates == "trained", allowed)
+        asked = _Evaluation(here, metrics, exclude_seen, exclude, by, candidates == "trained", allowed)
         if left_features is None and histories is None:
-            return of_known(here, test, ranking)
-        return of_described(here, test, ranking, left_features, histories)
+            return asked.of_known(test)
+        return asked.of_described(test, left_features, histories)
 
     def recommend(
         self,
@@ -764,7 +751,7 @@ class FittedModel:
         In a model with context a pair holds for its user in all contexts. Pairs of others change nothing, with a
         warning if all are.
         """
-        pairs, known = Columns().read_pairs(name, given), self.combinations
+        pairs, known = read_pairs(name, given), self.combinations
         if known is None or not isinstance(pairs, Interactions):
             found = self.aligned(name, pairs)
         else:
@@ -779,7 +766,7 @@ class FittedModel:
 
     def _paired_of_new(self, name: str, given: PairsLike, what: Described | None, count: int) -> sp.csr_matrix:
         """The pairs of an argument for new left entities: by their ids, or row by row."""
-        pairs = Columns().read_pairs(name, given)
+        pairs = read_pairs(name, given)
         if not isinstance(pairs, Interactions):
             return resized(canonical(name, pairs, (count, self.right.trained)), (count, len(self.right)))
         if what is None or what.ids is None:
@@ -846,123 +833,140 @@ class FittedModel:
         return self.left if check.choice("side", side, ("left", "right")) == "left" else self.right
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Evaluation:
-    """What is measured, and what is left out of the rankings; see FittedModel.evaluate."""
+    """What is measured of a model, and what its rankings leave out; see :meth:`FittedModel.evaluate`."""
 
+    known: FittedModel
     metrics: Sequence[str]
     exclude_seen: bool
     exclude: PairsLike | None
     by: str | None
-    trained_only: bool = False  # whether right entities that were not there in training are left out as asked
-    allowed: NDArray[np.int64] | None = None  # columns to rank, increasing; None for all
+    trained_only: bool  # whether right entities that were not there in training are left out as asked
+    allowed: NDArray[np.int64] | None  # columns to rank, increasing; None for all
 
+    def of_known(self, test: FitPairs) -> Scores:
+        """Metrics of pairs of entities that the model knows; rows of the result are those of its left entities."""
+        known, left = self.known, self.known.left
+        found = known.aligned("test", test)
+        if known.shards.single:
+            self._refuse_strangers(found)
+        also = [] if self.exclude is None else [known._paired("exclude", self.exclude)]
+        if self.exclude_seen:
+            also.append(without(known.further, only_rows(found.pairs, np.arange(len(left)) < left.trained)))
+            if known.combinations is not None:  # pairs in another context: lists never have them, tested or not
+                also.append(known.combinations.spread(known.trained))
+        return self._measured(left.embeddings, found, also, known.shards.group, train=known.trained)
 
-def of_known(known: FittedModel, test: FitPairs, ranking: _Evaluation) -> Scores:
-    """Metrics of pairs of entities that the model knows; rows of the result are those of its left entities."""
-    found, group = known.aligned("test", test), known.shards.group
-    if known.shards.single:
-        refuse_strangers("test", found, known.ids, _hint(known, found, 0, ranking))
-    also = [] if ranking.exclude is None else [known._paired("exclude", ranking.exclude)]
-    if ranking.exclude_seen:
-        of_training = np.arange(len(known.left)) < known.left.trained
-        also.append(without(known.further, _masked(found.pairs, of_training)))
-        if known.combinations is not None:  # pairs in another context: lists never have them, tested or not
-            also.append(known.combinations.spread(known.trained))
-    out = union(*also) if also else None
-    return _measured(known, known.left.embeddings, found, ranking, group, train=known.trained, exclude=out)
+    def of_described(self, test: FitPairs, features: FeaturesLike, histories: HistoriesLike | None) -> Scores:
+        """Metrics where left entities are described in the call; rows of the result are those of the test.
 
+        Those that are in neither the features nor the histories are taken as the model knows them, if it does.
+        """
+        known, left, right = self.known, self.known.left, self.known.right
+        if self.by == "activity":
+            check.fail("by", repr(self.by), "popularity, or None: of new entities there are no training pairs")
+        if not known.shards.single and (self.by or {m.kind for m in parse(self.metrics)} & {"psp", "novelty"}):
+            check.fail("metrics", "popularity, in several processes", "a loaded model, in one process")
+        matrix, (given, _) = matrix_and_ids(test, "test")
+        count = matrix.shape[0]
+        ids, shape, trained = (given, right.ids), (count, len(right)), (count, right.trained)
+        numbered = (test.numbered[0] if isinstance(test, Interactions) else None, right.numbered)
+        names = np.arange(count) if given is None else given
+        what = None if features is None else described(left, features)
+        rows = np.full(count, -1, dtype=np.int64)  # of the features
+        if what is not None:
+            rows = _by_place("left_features", what.count, count) if what.ids is None else join(names, what.places())
+        history, new = None, rows >= 0
+        if histories is not None:
+            history, shown = self._histories(histories, names, numbered)
+            new |= shown
+        own = np.full(count, -1, dtype=np.int64)  # rows of the model; those of another matrix mean other entities
+        if given is not None and known.shards.single and numbered[0] in (None, left.numbered):
+            own = join(given, left.index)
+        old = np.where(new, -1, own)
+        P = torch.zeros(count, left.embeddings.shape[1], dtype=left.embeddings.dtype)
+        P[torch.from_numpy(old >= 0)] = left.embeddings[torch.from_numpy(old[old >= 0])]
+        if new.any():
+            of_new, towers = None if history is None else sp.csr_matrix(history[new]), known.known_towers("embed")
+            P[torch.from_numpy(new)] = embedded(left, towers, what, of_new, rows[new]).to(P)
+        found = align("test", test, ids, shape, numbered, trained)
+        there = new | (old >= 0)
+        if found.example is None and (strange := ~there & (np.diff(found.pairs.indptr) > 0)).any():
+            found = replace(found, example=(names.tolist()[int(np.argmax(strange))], 0))
+        found = replace(found, pairs=only_rows(found.pairs, there))
+        self._refuse_strangers(found)
+        picked = selection(own, len(left))
+        seen = sp.csr_matrix(picked @ known.trained)
+        seen = seen if history is None else union(seen, only_rows(history, new))
+        of_training = only_rows(found.pairs, (own >= 0) & (own < left.trained))
+        also = [without(sp.csr_matrix(picked @ known.further), of_training)] if self.exclude_seen else []
+        if self.exclude is not None:
+            pairs = read_pairs("exclude", self.exclude)
+            also.append(align("exclude", pairs, ids, shape, numbered, trained).pairs)
+        return self._measured(P, found, also, SINGLE, train=seen, popularity=known.trained)
 
-def of_described(
-    known: FittedModel, test: FitPairs, ranking: _Evaluation, features: FeaturesLike, histories: HistoriesLike | None
-) -> Scores:
-    """Metrics where left entities are described in the call; rows of the result are those of the test.
-
-    Those that are in neither the features nor the histories are taken as the model knows them, if it does.
-    """
-    if ranking.by == "activity":
-        check.fail("by", repr(ranking.by), "popularity, or None: of new entities there are no training pairs")
-    if not known.shards.single and (ranking.by or {m.kind for m in parse(ranking.metrics)} & {"psp", "novelty"}):
-        check.fail("metrics", "popularity, in several processes", "a loaded model, in one process")
-    matrix, (given, _) = matrix_and_ids(test, "test")
-    shape, trained = (matrix.shape[0], len(known.right)), (matrix.shape[0], known.right.trained)
-    ids = (given, known.right.ids)
-    numbered = (test.numbered[0] if isinstance(test, Interactions) else None, known.right.numbered)
-    names = np.arange(shape[0]) if given is None else given
-    what = None if features is None else described(known.left, features)
-    rows = np.full(shape[0], -1, dtype=np.int64)  # of the features
-    if what is not None and what.ids is None:
-        rows = _by_place("left_features", what.count, shape[0])
-    elif what is not None:
-        rows = join(names, what.places())
-    history, new = None, rows >= 0
-    if histories is not None:
-        history, shown = _histories(known, histories, names, numbered)
-        new |= shown
-    own = np.full(shape[0], -1, dtype=np.int64) if given is None else _known_rows(known, given, numbered[0])
-    old = np.where(new, -1, own)
-    P = torch.zeros(shape[0], known.left.embeddings.shape[1], dtype=known.left.embeddings.dtype)
-    P[torch.from_numpy(old >= 0)] = known.left.embeddings[torch.from_numpy(old[old >= 0])]
-    if new.any():
-        of_new, towers = None if history is None else sp.csr_matrix(history[new]), known.known_towers("embed")
-        P[torch.from_numpy(new)] = embedded(known.left, towers, what, of_new, rows[new]).to(P)
-    found = align("test", test, ids, shape, numbered, trained)
-    there = new | (old >= 0)
-    if found.example is None and (strange := ~there & (np.diff(found.pairs.indptr) > 0)).any():
-        found = replace(found, example=(names.tolist()[int(np.argmax(strange))], 0))
-    found = replace(found, pairs=_masked(found.pairs, there))
-    refuse_strangers("test", found, known.ids, _hint(known, found, 0, ranking))
-    picked = selection(own, len(known.left))
-    seen = sp.csr_matrix(picked @ known.trained)
-    seen = seen if history is None else union(seen, _masked(history, new))
-    of_training = _masked(found.pairs, (own >= 0) & (own < known.left.trained))
-    also = [without(sp.csr_matrix(picked @ known.further), of_training)] if ranking.exclude_seen else []
-    if ranking.exclude is not None:
-        pairs = Columns().read_pairs("exclude", ranking.exclude)
-        also.append(align("exclude", pairs, ids, shape, numbered, trained).pairs)
-    out = union(*also) if also else None
-    return _measured(known, P, found, ranking, SINGLE, train=seen, exclude=out, popularity=known.trained)
-
-
-def _measured(known: FittedModel, P: Tensor, found: Aligned, ranking: _Evaluation, group: Group, **more: Any) -> Scores:
-    """Metrics of rankings of the columns that are allowed, with counts of the test pairs that they leave out."""
-    Q, truth, lost = known.right.embeddings, found.pairs, {}
-    kept = int(group.totals(float(truth.nnz))[0])
-    if (columns := ranking.allowed) is not None:
-        truth, Q = sp.csr_matrix(truth[:, columns]), Q[torch.from_numpy(columns)]
-        more = {name: sp.csr_matrix(one[:, columns]) for name, one in more.items() if one is not None}
-        lost = {"not_allowed": found.pairs.nnz - truth.nnz}
-        if not group.totals(float(truth.nnz))[0]:
-            check.fail("allow", f"{len(columns):,} known ids, none of them in a test pair", "some that are tested")
-    scores = evaluate_embeddings(
-        P, Q, truth, metrics=ranking.metrics, exclude_train=ranking.exclude_seen, by=ranking.by, processes=group, **more
-    )
-    unknown = {"unknown_left": found.total - found.unknown_right - kept, "unknown_right": found.unknown_right}
-    scores.left_out = lost | unknown | {"seen": scores.pairs_left_out}
-    scores.pairs_left_out = sum(scores.left_out.values())
-    if known.shards.single:
-        example = None if found.example is None else found.example[0]
-        warn_of_pairs("test", found.total - kept, found.total, example, _hint(known, found, kept, ranking))
-    return scores
-
-
-def _histories(
-    known: FittedModel, histories: HistoriesLike, names: IdArray, numbered: Numbered
-) -> tuple[sp.csr_matrix, NDArray[np.bool_]]:
-    """What the left entities of a test have seen, in its rows, and which of them have a history."""
-    if isinstance(histories, Interactions):
-        ids = (names, known.right.ids)
-        if known.left.inputs.has_order:
+    def _histories(
+        self, histories: HistoriesLike, names: IdArray, numbered: Numbered
+    ) -> tuple[sp.csr_matrix, NDArray[np.bool_]]:
+        """What the left entities of a test have seen, in its rows, and which of them have a history."""
+        right = self.known.right
+        if not isinstance(histories, Interactions):
+            matrix = history_matrix(right, histories)
+            return matrix, _by_place("histories", matrix.shape[0], len(names)) >= 0
+        if self.known.left.inputs.has_order:
             if histories.times is None:
                 check.fail("histories", "pairs without times", "pairs with times, or lists with the newest id last")
             old = histories.matrix
             timed = sp.csr_matrix((histories.times, old.indices, old.indptr), shape=old.shape)
             histories = replace(histories, matrix=timed)
-        found = align("histories", histories, ids, (len(names), len(known.right)), numbered)
-        refuse_strangers("histories", found, ids)
+        found = align("histories", histories, (names, right.ids), (len(names), len(right)), numbered)
+        refuse_strangers("histories", found, (names, right.ids))
         return found.pairs, join(names, index_of(histories.left_ids)) >= 0
-    matrix = history_matrix(known.right, histories)
-    return matrix, _by_place("histories", matrix.shape[0], len(names)) >= 0
+
+    def _measured(self, P: Tensor, found: Aligned, also: list[sp.csr_matrix], group: Group, **more: Any) -> Scores:
+        """Metrics of rankings of the columns that are allowed, with counts of the test pairs that they leave out.
+
+        Pairs of ``also`` are left out of the rankings.
+        """
+        known, Q, truth, lost = self.known, self.known.right.embeddings, found.pairs, {}
+        more["exclude"] = union(*also) if also else None
+        kept = int(group.totals(float(truth.nnz))[0])
+        if (columns := self.allowed) is not None:
+            truth, Q = sp.csr_matrix(truth[:, columns]), Q[torch.from_numpy(columns)]
+            more = {name: sp.csr_matrix(one[:, columns]) for name, one in more.items() if one is not None}
+            lost = {"not_allowed": found.pairs.nnz - truth.nnz}
+            if not group.totals(float(truth.nnz))[0]:
+                check.fail("allow", f"{len(columns):,} known ids, none of them in a test pair", "some that are tested")
+        scores = evaluate_embeddings(
+            P, Q, truth, metrics=self.metrics, exclude_train=self.exclude_seen, by=self.by, processes=group, **more
+        )
+        unknown = {"unknown_left": found.total - found.unknown_right - kept, "unknown_right": found.unknown_right}
+        scores.left_out = lost | unknown | {"seen": scores.pairs_left_out}
+        scores.pairs_left_out = sum(scores.left_out.values())
+        if known.shards.single:
+            example = None if found.example is None else found.example[0]
+            warn_of_pairs("test", found.total - kept, found.total, example, self._hint(found, kept))
+        return scores
+
+    def _refuse_strangers(self, found: Aligned) -> None:
+        refuse_strangers("test", found, self.known.ids, self._hint(found, 0))
+
+    def _hint(self, found: Aligned, kept: int) -> str:
+        """How entities that are not known could be ranked, side by side; ``kept`` are the pairs with two known ids."""
+        strange = found.total - found.unknown_right > kept or (found.example is not None and found.example[1] == 0)
+        hints = []
+        for side, asked in zip(
+            self.known.sides, (strange, found.unknown_right > 0 and not self.trained_only), strict=True
+        ):
+            ways = side.inputs.ways(side.name)
+            verb = "describes" if len(ways) == 1 else "describe"
+            if asked and ways:
+                hints.append(f"{' and '.join(ways)} of evaluate {verb} new {side.called} entities")
+            elif asked:
+                given = f"{side.name}_features"
+                hints.append(f"the model knows {side.called} entities only by id; fit with {given} to rank new ones")
+        return ", ".join(hints)
 
 
 def _by_place(name: str, given: int, count: int) -> NDArray[np.int64]:
@@ -971,34 +975,6 @@ def _by_place(name: str, given: int, count: int) -> NDArray[np.int64]:
         expected = f"{count}, one for each left entity of test, or a table with a column of ids"
         check.fail(name, f"{given} rows without ids", expected)
     return np.arange(count)
-
-
-def _known_rows(known: FittedModel, ids: IdArray, numbered: int | None) -> NDArray[np.int64]:
-    """The model's rows of left ids, −1 where there is none; row numbers of another matrix mean other entities."""
-    if not known.shards.single or numbered not in (None, known.left.numbered):
-        return np.full(len(ids), -1, dtype=np.int64)
-    return join(ids, known.left.index)
-
-
-def _masked(matrix: sp.csr_matrix, rows: NDArray[np.bool_]) -> sp.csr_matrix:
-    """A matrix without the entries of some rows."""
-    return selected(matrix, np.repeat(rows, np.diff(matrix.indptr)))
-
-
-def _hint(known: FittedModel, found: Aligned, kept: int, ranking: _Evaluation) -> str:
-    """How entities that are not known could be ranked, side by side; ``kept`` are the pairs with two known ids."""
-    strange = found.total - found.unknown_right > kept or (found.example is not None and found.example[1] == 0)
-    hints = []
-    for side, asked in ((known.left, strange), (known.right, found.unknown_right > 0 and not ranking.trained_only)):
-        ways = [f"{side.name}_features"] if side.inputs.given else []
-        ways += ["histories"] if side.inputs.has_history else []
-        if asked and ways:
-            verb = "describes" if len(ways) == 1 else "describe"
-            hints.append(f"{' and '.join(ways)} of evaluate {verb} new {side.called} entities")
-        elif asked:
-            ways = [f"{side.name}_features"]
-            hints.append(f"the model knows {side.called} entities only by id; fit with {ways[0]} to rank new ones")
-    return ", ".join(hints)
 
 
 def _check_frame(as_frame: object, table: object) -> None:
@@ -1011,12 +987,6 @@ def _framed(
     table: FeatureTable | TableLike | str | Path | None,
 ) -> Any:  # fmt: skip
     return lists_frame(asked, ids, scores, names, more=None if table is None else extra_columns(table, ids, scores))
-
-
-def selection(rows: NDArray[np.int64], size: int) -> sp.csr_matrix:
-    """A matrix whose product with ``size`` rows picks ``rows`` of them; −1 gives an empty row."""
-    there = np.flatnonzero(rows >= 0)
-    return ones_at(there, rows[there], (len(rows), size))
 
 
 def pattern_of(matrix: sp.csr_matrix | None, shape: tuple[int, int] | None = None) -> sp.csr_matrix:
@@ -1047,10 +1017,8 @@ def write_lists(
             for part in range(done, file.parts + 1):
                 if part < file.parts:
                     start, stop = part * file.rows, min((part + 1) * file.rows, file.lists)
-                    columns, values = _empty(stop - start, k)
                     some = ranking if stop - start == file.lists else ranking.rows(slice(start, stop))
-                    for begin, end, found, scores in some._replace(P=some.P.to(device), Q=across).lists(k):
-                        columns[begin:end, : found.shape[1]], values[begin:end, : found.shape[1]] = found, scores
+                    columns, values = some._replace(P=some.P.to(device), Q=across).top(k)
                 if pending is not None:
                     answers += pending.result()
                     if progress is not None:
@@ -1061,41 +1029,22 @@ def write_lists(
     return answers
 
 
-def _empty(rows: int, k: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    return np.full((rows, k), -1, np.int64), np.full((rows, k), -np.inf, np.float32)
-
-
-def _marks(ids: Ids, ranking: Ranking) -> dict[str, str | None]:
+def _marks(ids: Ids, ranking: Ranking) -> dict[str, str]:
     """Digests of all that the lists depend on."""
-    out, own, rules = ranking.exclude, ranking.own, ranking.rules
+    rules = ranking.rules
     return {
-        "left ids": _digest(ids[0]),
-        "right ids": _digest(ids[1]),
-        "left embeddings": _digest(ranking.P.numpy()),
-        "right embeddings": _digest(ranking.Q.numpy()),
-        "pairs left out": None if out is None else _digest(out.indptr, out.indices),
-        "right entities allowed": _digest(ranking.chosen),
-        "right entities denied": _digest(ranking.deny),
-        "pairs allowed": None if own is None else _digest(own.indptr, own.indices),
-        "boost and popularity": _digest(rules.added),
-        "at_most": _digest(*(np.append(codes, most) for codes, most in rules.groups)) if rules.groups else None,
+        "left ids": digest_of(ids[0]),
+        "right ids": digest_of(ids[1]),
+        "left embeddings": digest_of(ranking.P),
+        "right embeddings": digest_of(ranking.Q),
+        "pairs left out": digest_of(ranking.exclude),
+        "right entities allowed": digest_of(ranking.chosen),
+        "right entities denied": digest_of(ranking.deny),
+        "pairs allowed": digest_of(ranking.own),
+        "boost and popularity": digest_of(rules.added),
+        "at_most": digest_of(*itertools.chain(*rules.groups)),
         "diversity": str(rules.diversity),
         "min_score": str(rules.min_score),
-        "scores": None if rules.scores == "raw" else rules.scores,
-        "calibration": None if rules.probability is None else _digest(np.array([rules.probability], object)),
+        "scores": rules.scores,
+        "calibration": digest_of(rules.probability),
     }
-
-
-def _digest(*arrays: NDArray[np.generic] | None) -> str | None:
-    """A digest of arrays; None if one is None."""
-    made = blake2b(digest_size=8)
-    for array in arrays:
-        if array is None:
-            return None
-        if array.dtype == object:
-            for key in array.tolist():
-                made.update(repr(key).encode() + b"\n")
-        else:
-            made.update(f"{array.dtype.str}{array.shape}".encode())
-            made.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return made.hexdigest()

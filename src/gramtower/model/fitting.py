@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import scipy.sparse as sp
 
 from gramtower._util import checks as check
-from gramtower._util.files import write_text
+from gramtower._util.files import build, write_text
 from gramtower._util.host import readable, threads_of_fit
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
@@ -147,10 +147,13 @@ def _selected(
     group, path = current_group(), check.path("checkpoint", checkpoint)
     file = selection_file(path)
     if group.from_first(path.exists() and file.exists()):
-        return Selection.from_plain(str(file), json.loads(file.read_text("utf-8")))
+        try:
+            return build(str(file), Selection, json.loads(file.read_text("utf-8")))
+        except ValueError as error:
+            raise ValueError(f"checkpoint: {error}; delete {file.name} to choose settings again") from error
     found = select(settings, pairs, features, given)
     if group.rank == 0 and found.tried:
-        write_text(file, json.dumps(found.to_plain()))
+        write_text(file, json.dumps(asdict(found)))
     return found
 
 

@@ -23,7 +23,7 @@ import itertools
 import math
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from gramtower.engine.towers.towers import Towers
 from gramtower.model import defaults
 from gramtower.model.calibration import Calibration
 from gramtower.model.feature_spec import FLOATS, FeatureSpec, IdArray, TensorShape, TowerWidths
+from gramtower.model.fit_data import Numbered
 from gramtower.model.fitted import FittedModel, Selection, pattern_of
 from gramtower.model.settings import REQUIRED, SETTINGS, ModelSettings
 from gramtower.model.side import Side
@@ -63,11 +64,8 @@ _PARAMS: dict[str, Any] = {
     if SETTINGS[name].saved
 }
 _LATER = {name: one.before for name, one in SETTINGS.items() if one.before is not REQUIRED}  # missing in older files
-_SHARED = (
-    "dim", "normalize", "omega", "message", "best_metric", "same_entities", "plain_pairs", "l2", "embedding_l2",
-    "auto_weights", "refine",
-)  # fields of the header that are those of the model  # fmt: skip
 _LIMIT = 2**31
+_Sizes = tuple[int, int]  # of the left and of the right side
 
 
 @dataclass(kw_only=True)
@@ -76,29 +74,34 @@ class Header:
 
     params: dict[str, Any]  # the constructor's arguments, without towers and arrays
     own_towers: bool  # whether the towers are the caller's own, whose architecture is not stored
-    shape: list[int]  # numbers of left and right entities
-    added: list[int]  # how many of them, the last ones, were added after training
-    numbered: list[int | None]  # where ids are row numbers of a matrix without ids, how many it had, left and right
-    dim: int  # size of the embeddings
-    hidden: list[list[int]]  # widths of the hidden layers, left and right
-    normalize: bool  # whether the towers end in RMSNorm
+    shape: _Sizes  # numbers of left and right entities
+    added: _Sizes  # how many of them, the last ones, were added after training
+    numbered: Numbered  # where ids are row numbers of a matrix without ids, how many it had, left and right
     inputs: dict[str, list[dict[str, Any]]]  # what each tower sees, by side
     reason: str  # name of the reason why training stopped
-    message: str  # the same with particulars
-    omega: float  # ω of the training
-    best_metric: float | None  # of the validation, or None
-    history: list[dict[str, Any]]  # records of the training
-    same_entities: bool = False  # whether both sides are one set
-    plain_pairs: bool = True  # whether all labels were 1 and there were no weights
-    activation: str | None = None  # of hidden layers; absent in older files, likewise the next three
-    l2: float | None = None  # λ of the training
-    embedding_l2: float | None = None  # μ of the training
-    auto_weights: str | None = None  # what the data made of ``right_weights="auto"``
-    refine: bool = False  # whether known entities were moved by their own pairs; older files do not have it
-    path: dict[str, Any] | None = None  # what was tried to choose penalties, or None; older files do not have it
-    # of the columns of ids, left and right; older files do not have it
-    names: list[str] = field(default_factory=lambda: ["left", "right"])
-    calibration: dict[str, Any] | None = None  # from scores to probabilities, or None; older files do not have it
+    # The others are fields of the model; those with a default are not in older files.
+    dim: int
+    hidden: tuple[tuple[int, ...], tuple[int, ...]]
+    normalize: bool
+    message: str
+    omega: float
+    best_metric: float | None
+    history: list[Record]
+    same_entities: bool = False
+    plain_pairs: bool = True
+    activation: str | None = None
+    l2: float | None = None
+    embedding_l2: float | None = None
+    auto_weights: str | None = None
+    refine: bool = False
+    path: Selection | None = None
+    names: tuple[str, str] = FittedModel.names
+    calibration: Calibration | None = None
+
+
+_SHARED = tuple(  # fields of the header that are those of the model
+    {one.name for one in fields(Header)} & {one.name for one in fields(FittedModel)} - {"reason"}
+)
 
 
 def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> None:
@@ -120,7 +123,7 @@ def write_model(path: Path, settings: ModelSettings, fitted: FittedModel) -> Non
         if "right" in tensors:
             rows["right"] = "right"
             tensors["right"] = tensors["right"][shards.right.first : shards.right.stop]
-    shards_file.write(path, KIND, vars(header), tensors | arrays, rows, shards)
+    shards_file.write(path, KIND, asdict(header), tensors | arrays, rows, shards)
 
 
 def read_model(
@@ -165,13 +168,8 @@ def read_model(
     )
     return settings, FittedModel(
         left=left, right=right, trained=pairs[0], further=pairs[1], towers=made,
-        shards=unsharded((left.trained, right.trained)),
-        **{name: getattr(header, name) for name in _SHARED},
-        hidden=(tuple(header.hidden[0]), tuple(header.hidden[1])), activation=_activation(header),
-        history=[Record(**record) for record in header.history], reason=Reason[header.reason],
-        path=None if header.path is None else Selection.from_plain("path", header.path),
-        names=(header.names[0], header.names[1]),
-        calibration=None if header.calibration is None else Calibration(**header.calibration),
+        shards=unsharded((left.trained, right.trained)), reason=Reason[header.reason],
+        **{name: getattr(header, name) for name in _SHARED} | {"activation": _activation(header)},
     )  # fmt: skip
 
 
@@ -192,17 +190,12 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
             params[name] = _plain(value)
             if not fits(kind, params[name]):
                 check.fail(name, f"a {type(value).__name__}", "a value that a file can hold")
-    totals, sides = (fitted.shards.left.total, fitted.shards.right.total), fitted.sides
+    left, right = fitted.sides
     header = Header(
-        params=params, own_towers=settings.towers is not None,
-        shape=[n + side.added for n, side in zip(totals, sides, strict=True)],
-        added=[side.added for side in sides], numbered=[side.numbered for side in sides],
-        **{name: getattr(fitted, name) for name in _SHARED},
-        hidden=[list(widths) for widths in fitted.hidden], activation=fitted.activation,
-        inputs={side.name: side.inputs.to_plain() for side in sides},
-        history=[vars(record) for record in fitted.history], reason=fitted.reason.name,
-        path=None if fitted.path is None else fitted.path.to_plain(), names=list(fitted.names),
-        calibration=None if fitted.calibration is None else vars(fitted.calibration),
+        params=params, own_towers=settings.towers is not None, added=(left.added, right.added),
+        shape=(fitted.shards.left.total + left.added, fitted.shards.right.total + right.added),
+        numbered=fitted.numbered, inputs={side.name: side.inputs.to_plain() for side in fitted.sides},
+        reason=fitted.reason.name, **{name: getattr(fitted, name) for name in _SHARED},
     )  # fmt: skip
     return header, arrays
 
@@ -255,16 +248,14 @@ def _checked_header(file: shards_file.Reader) -> Header:
     for name, value in (("params.activation", header.params["activation"]), ("activation", header.activation)):
         if value is not None:
             make_activation(name, value)
-    if len(header.shape) != 2 or not all(1 <= size < _LIMIT for size in header.shape):
-        check.fail("shape", header.shape[:4], "two numbers of entities")
-    if len(header.added) != 2 or not all(0 <= more < n for more, n in zip(header.added, header.shape, strict=True)):
-        check.fail("added", header.added[:4], "two numbers of entities, fewer than there are")
-    if len(header.numbered) != 2 or not all(n is None or 0 <= n < _LIMIT for n in header.numbered):
-        check.fail("numbered", header.numbered[:4], "two numbers of rows, or null")
-    if len(header.hidden) != 2 or not all(1 <= x < _LIMIT for x in (header.dim, *itertools.chain(*header.hidden))):
+    if not all(1 <= size < _LIMIT for size in header.shape):
+        check.fail("shape", header.shape, "two numbers of entities")
+    if not all(0 <= more < n for more, n in zip(header.added, header.shape, strict=True)):
+        check.fail("added", header.added, "two numbers of entities, fewer than there are")
+    if not all(n is None or 0 <= n < _LIMIT for n in header.numbered):
+        check.fail("numbered", header.numbered, "two numbers of rows, or null")
+    if not all(1 <= x < _LIMIT for x in (header.dim, *itertools.chain(*header.hidden))):
         check.fail("dim, hidden", f"{header.dim}, {header.hidden[:8]}", "positive sizes")
-    if len(header.names) != 2:
-        check.fail("names", f"{len(header.names)} names", "those of the left and of the right column")
     if set(header.inputs) != {"left", "right"}:
         check.fail("inputs", ", ".join(header.inputs)[:60], "left and right")
     check.choice("reason", header.reason, tuple(Reason.__members__))
@@ -275,10 +266,8 @@ def _checked_header(file: shards_file.Reader) -> Header:
         degree_power("auto_weights", header.auto_weights)
     if not header.history:
         check.fail("history", "no record", "at least that of the start")
-    for record in header.history:
-        build("history", Record, record)
     if header.calibration is not None:
-        build("calibration", Calibration, header.calibration).check()
+        header.calibration.check()
     return header
 
 

@@ -81,7 +81,7 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 
 def _suggesting_names(kind: _Kind) -> _Kind:
-    """Make a class's constructor refuse unknown arguments with a suggestion, and have None for settings to choose."""
+    """Make a class's constructor refuse unknown arguments with a suggestion."""
     made = kind.__init__  # type: ignore[misc]
 
     @wraps(made)
@@ -91,9 +91,6 @@ def _suggesting_names(kind: _Kind) -> _Kind:
                 hint = _meant(name, known) or f"known are {', '.join(known)}"
                 raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}; {hint}")
         made(self, *arguments, **named)
-        if type(self) is kind:  # an estimator, which is a subclass, keeps its arguments as they are given
-            for name in CHOSEN:
-                setattr(self, name, given(getattr(self, name)))
 
     known = list(inspect.signature(kind).parameters)
     kind.__init__ = init  # type: ignore[misc]
@@ -237,6 +234,11 @@ class ModelSettings:
     scale_features: bool = _setting(True, "model", shown="yes")
     store_features: bool = _setting(False, "model", before=False)
     verbose: bool = _setting(False)
+
+    def __post_init__(self) -> None:
+        if type(self) is ModelSettings:  # an estimator, which is a subclass, keeps its arguments as they are given
+            for name in CHOSEN:
+                setattr(self, name, given(getattr(self, name)))
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the constructor's arguments."""

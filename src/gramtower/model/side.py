@@ -79,14 +79,9 @@ class Side:
         wanted = check.ids(f"{self.called} ids", ids)
         if self.ids is None:
             return self._numbers(wanted)
-        ways = [f"{self.name}_features"] if self.inputs.given else []
-        ways += ["histories"] if self.inputs.has_history else []
+        ways = self.inputs.ways(self.name)
         expected = "ids seen in training" + (f", or {' or '.join(ways)} for new entities" if ways else "")
-        if not any(isinstance(key, tuple) and key in self.index for key in wanted):
-            return rows_of(f"{self.called} ids", wanted, self.index, expected)
-        single = (self.index[key] if isinstance(key, tuple) and key in self.index
-                  else rows_of(f"{self.called} ids", [key], self.index, expected)[0] for key in wanted)  # fmt: skip
-        return np.fromiter(single, dtype=np.int64, count=len(wanted))
+        return rows_of(f"{self.called} ids", wanted, self.index, expected)
 
     def row(self, key: Name | None) -> int:
         is_name = isinstance(key, tuple) and len(key) == 2

@@ -29,7 +29,7 @@ from gramtower.model.context import with_context
 from gramtower.model.explanation import Explainer, Explanation
 from gramtower.model.exporting import write_export
 from gramtower.model.feature_spec import attach_encoders
-from gramtower.model.fit_data import Columns, PairColumns, Validation, weighed_by_age
+from gramtower.model.fit_data import PairColumns, Validation, read_frame, read_validation, weighed_by_age
 from gramtower.model.fitted import FittedModel
 from gramtower.model.fitting import ITERATIONS, fit, joined_features, update
 from gramtower.model.model_file import read_model, write_model
@@ -183,10 +183,14 @@ class TwoTower(ModelSettings):
                 docs/how-to/context.md.
         """
         previous = self._known() if warm_start else None
-        columns = Columns(left, right, value, weight, time, threshold, context)
+        columns: PairColumns = {
+            "left": left, "right": right, "value": value, "weight": weight, "time": time, "threshold": threshold,
+            "context": context,
+        }  # fmt: skip
+        read = weighed_by_age(read_frame("pairs", pairs, **columns), half_life)
         self.fitted_ = fit(
-            self.with_changes(), weighed_by_age(columns.read("pairs", pairs), half_life), left_features, right_features,
-            columns.read_also("validation", validation), previous, checkpoint, history,
+            self.with_changes(), read, left_features, right_features,
+            read_validation("validation", validation, **columns), previous, checkpoint, history,
             refit=refit, callbacks=callbacks, candidates=candidates, validation_side=validation_side,
         )  # fmt: skip
         return self
@@ -223,7 +227,7 @@ class TwoTower(ModelSettings):
             columns: ``left``, ``right``, ``value`` … of a table of pairs, as for ``fit``.
         """
         columns.setdefault("context", self._known().context_of(more_pairs))
-        more = Columns(**columns).read("more_pairs", more_pairs)
+        more = read_frame("more_pairs", more_pairs, **columns)
         self.fitted_ = update(
             self.with_changes(), self._known(), more, (left_features, right_features), iterations, callbacks
         )
@@ -288,8 +292,8 @@ class TwoTower(ModelSettings):
         from gramtower.experiments.tuning.trial import chosen_features
 
         refit = check.flag("refit", refit)
-        read = Columns(**columns)
-        pairs, validation = read.read("pairs", pairs), read.read_also("validation", validation)
+        pairs = read_frame("pairs", pairs, **columns)
+        validation = read_validation("validation", validation, **columns)
         if isinstance(pairs, Interactions) and pairs.context:
             left_features = with_context(pairs, left_features)
         features = joined_features((left_features, right_features), pairs)

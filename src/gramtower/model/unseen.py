@@ -20,7 +20,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from gramtower._util import checks as check
 from gramtower.data.ids import index_of, join
@@ -33,14 +33,14 @@ from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.kernels import select
 from gramtower.engine.objective.problem import Point
-from gramtower.engine.towers.layers import InputLinear
+from gramtower.engine.towers.layers import InputLinear, split_first
 from gramtower.engine.towers.mlp import undrawn_towers
 from gramtower.engine.towers.parameters import Parameters
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import Scores, evaluate_embeddings
-from gramtower.metrics.tally import deal, means_without
+from gramtower.metrics.embedding_metrics import deal, means_without
 from gramtower.model.feature_spec import NAMES, Both, GivenFeatures, IdArray, TowerWidths
-from gramtower.model.fit_data import FitData, FitPairs, align, matrix_and_ids
+from gramtower.model.fit_data import FitData, FitPairs, align, as_interactions
 from gramtower.model.settings import ModelSettings
 from gramtower.training.checkpoint import features_text, sparse_digest
 
@@ -148,8 +148,7 @@ def hold_out_entities(
     axis = SIDES.index(name)
     _refuse_others(settings, pairs, features[axis], share, name)
     both = [GivenFeatures(side, given) for side, given in zip(SIDES, features, strict=True)]
-    matrix, _ = matrix_and_ids(pairs)
-    whole = pairs if isinstance(pairs, Interactions) else Interactions.from_matrix(matrix, same_entities=False)
+    whole = as_interactions(pairs)
     train, test = split_entities(whole, share, name, seed)
     kept = [join(new, index_of(old)) for new, old in zip(_ids(train), _ids(whole), strict=True)]
     new = join(_ids(test)[axis], index_of(_ids(whole)[axis]))
@@ -419,8 +418,7 @@ def _power(expected: ExpectedIds, towers: Towers, data: FitData, left: Tensor, r
 
 def _first_layer(towers: Towers, side: str) -> InputLinear | None:
     """The first layer of a tower if it is a trained :class:`InputLinear` of that tower only; otherwise None."""
-    module = towers.left if side == "left" else towers.right
-    layer = module[0] if isinstance(module, nn.Sequential) and len(module) else None
+    layer, _ = split_first(getattr(towers, side))
     if not isinstance(layer, InputLinear) or towers.share_parameters:
         return None
     return layer if all(parameter.requires_grad for parameter in layer.parameters()) else None

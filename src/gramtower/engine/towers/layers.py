@@ -68,6 +68,14 @@ class InputLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+def split_first(module: nn.Module) -> tuple[InputLinear | nn.Linear | None, nn.Module]:
+    """A module as its linear first layer and the rest; None and the module if it does not begin with one."""
+    layers = list(module) if isinstance(module, nn.Sequential) else []
+    if layers and isinstance(layers[0], (InputLinear, nn.Linear)):
+        return layers[0], nn.Sequential(*layers[1:])
+    return None, module
+
+
 @dataclass
 class _Linear(Op):
     """A step with a weight W and an optional bias b."""

@@ -256,14 +256,11 @@ def read_search(folder: Path) -> Search:
     path = folder / REPORT
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        trials = [build("trials", Tried, trial) for trial in content.pop("trials")]
-        again = [build("confirmations", Tried, trial) for trial in content.pop("confirmations", [])]
-        search = build("search", Search, content | {"trials": []})
-        search.trials, search.confirmations = trials, again
+        search = build("search", Search, content)
         for settings in (search.base, search.arguments):
             if settings.get("hidden") is not None:
                 settings["hidden"] = _tuples(settings["hidden"])
-        if search.winner not in [trial.number for trial in trials]:
+        if search.winner not in [trial.number for trial in search.trials]:
             raise ValueError(f"no trial {search.winner}, which won")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"folder: {path} is damaged or not of a search ({error})") from error

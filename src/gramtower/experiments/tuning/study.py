@@ -1,10 +1,10 @@
 """The log of a search: records of trials, which of them wins, and what is tried next.
 
 A trial replaces the defaults only if it is better by more than the choice of validation entities explains: its gain,
-the difference of both metrics, must exceed two standard errors of that difference (metrics/tally.py), paired over
-the entities that both were measured on. These are the held-out entities, or the users where pairs were held out. The
-best of the trials that pass wins if it also gains on a second draw of the validation part. If none does, the defaults
-stay.
+the difference of both metrics, must exceed two standard errors of that difference (metrics/embedding_metrics.py),
+paired over the entities that both were measured on. These are the held-out entities, or the users where pairs were held
+out. The best of the trials that pass wins if it also gains on a second draw of the validation part. If none does, the
+defaults stay.
 
 optuna proposes settings. Its study is rebuilt from the records before each proposal, so that a proposal depends only on
 the seed and on the trials that ended, and a resumed search goes the same way. The records are in a
@@ -39,7 +39,7 @@ from gramtower.experiments.tuning.space import (
     searched,
 )
 from gramtower.experiments.tuning.trial import Parts, Tried
-from gramtower.metrics.tally import standard_error
+from gramtower.metrics.embedding_metrics import standard_error
 from gramtower.model.fit_data import FitData
 from gramtower.model.settings import ModelSettings
 
