@@ -274,7 +274,7 @@ def test_copies_of_estimators_and_of_fitted_models_answer_alike():
 class TwoTower(BaseEstimator):
     """As scikit-learn prints it."""
 
-    __init__ = gt.TwoTower.__init__
+    __init__, __post_init__ = gt.TwoTower.__init__, gt.TwoTower.__post_init__
 
 
 @pytest.mark.parametrize(
