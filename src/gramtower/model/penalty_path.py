@@ -480,16 +480,8 @@ class _Search:
         metric, ranked, iteration = best
         kept = result.parameters if self.warm else None
         stopped = {"max_iterations": iteration} if iteration < last else {}
-        found = _Point(
-            shape,
-            exponent,
-            {**shape.changes, **values, **stopped},
-            metric,
-            0.0,
-            ranked,
-            kept,
-            stopped.get("max_iterations"),
-        )
+        tried = {**shape.changes, **values, **stopped}
+        found = _Point(shape, exponent, tried, metric, 0.0, ranked, kept, stopped.get("max_iterations"))
         found.standard_error = self.error(found)
         self.points.append(found)
         if settings.verbose and self.group.rank == 0:

@@ -92,10 +92,18 @@ def entity_weights(name: str, value: WeightsLike, degrees: NDArray[np.int64], gr
     power = degree_power(name, value)
     if power == 0:
         return None
+    degrees = np.maximum(degrees, 1)
+    local = np.bincount(degrees)
+    here = [np.flatnonzero(local).tolist(), local[local > 0].tolist()]
+    found = np.hstack(group.gather_json(here), dtype=np.int64, casting="unsafe")  # floats where a process has none
+    levels, place = np.unique(found[0], return_inverse=True)
+    counts = np.bincount(place, found[1])
     with np.errstate(over="ignore", invalid="ignore"):  # refused by name below
-        weights: Numbers = np.maximum(degrees, 1).astype(np.float64) ** power
-        total, count = group.totals(float(weights.sum()), len(weights))
-        weights /= np.float64(total) / count
+        powers = levels.astype(np.float64) ** power
+        total = (counts * powers).sum()  # over degrees, not entities, so that it does not depend on who has which
+        table = np.zeros(levels[-1] + 1)
+        table[levels] = powers / (total / counts.sum())
+        weights: Numbers = table[degrees]
     if not (np.isfinite(total) and np.isfinite(weights).all()):
         check.fail(name, repr(value), "a power that gives finite weights")
     return weights
