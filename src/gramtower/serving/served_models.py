@@ -98,7 +98,6 @@ class Models:
         self._snapshots, self._tried = dict[str, Snapshot](), dict[str, Stamp]()
         for source in sources:
             now, snapshot = replace(source, kept=None).stamp(), self._first(source)
-            self._snapshots[source.name] = snapshot
             self._tried[source.name] = snapshot.stamp if watched or source.kept is None else now
         self.refused: dict[str, str] = {}
 
@@ -125,7 +124,7 @@ class Models:
                     continue
                 self._tried[name] = stamp
                 try:
-                    self._snapshots[name] = self._loaded(source)
+                    self._loaded(source)
                 except Exception as error:  # also if there is not enough memory for two models
                     kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
                     self.refused[name] = kind + " ".join(str(error).split())
@@ -167,7 +166,7 @@ class Models:
 
     def _loaded(self, source: Source) -> Snapshot:
         start = time.perf_counter()
-        snapshot = Snapshot(source)
+        snapshot = self._snapshots[source.name] = Snapshot(source)  # served before it is reported
         lists = "exact lists" if snapshot.index_facts is None else f"index {snapshot.index_facts.kind}"
         self._say(
             f"model {source.name!r}: {len(snapshot.left):,} × {len(snapshot.right):,} entities, {lists}, "
