@@ -431,7 +431,7 @@ def duration(name: str, value: object) -> float:
 
 
 def entity_names(left: str, right: str) -> tuple[str, str]:
-    """What messages call the entities of both sides, from the names of their columns; never the same for both."""
+    """Names of the left and the right entities for messages, made from those of their columns; they always differ."""
     left, right = (" ".join(name.split())[:60] for name in (left, right))
     return (left, right) if left != right else (f"left {left}", f"right {right}")
 

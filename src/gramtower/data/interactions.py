@@ -388,7 +388,7 @@ class Interactions:
 
     @property
     def entity_names(self) -> tuple[str, str]:
-        """What messages call the left and the right entities, such as ("user", "item")."""
+        """Names of the left and the right entities for messages, such as ("user", "item")."""
         return entity_names(" × ".join((self.left_name, *self.context)), self.right_name)
 
     def __len__(self) -> int:

@@ -80,7 +80,7 @@ class Shard:
 
     @property
     def entity_names(self) -> tuple[str, str]:
-        """What messages call the left and the right entities."""
+        """Names of the left and the right entities for messages."""
         return entity_names(self.left_name, self.right_name)
 
     def __len__(self) -> int:

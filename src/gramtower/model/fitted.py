@@ -835,7 +835,7 @@ class FittedModel:
 
 @dataclass(frozen=True, eq=False)
 class _Evaluation:
-    """What is measured of a model, and what its rankings leave out; see :meth:`FittedModel.evaluate`."""
+    """The metrics to compute for a model, and the pairs to leave out of its rankings; see `FittedModel.evaluate`."""
 
     known: FittedModel
     metrics: Sequence[str]

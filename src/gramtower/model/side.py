@@ -60,7 +60,7 @@ class Side:
     # where ids are row numbers of a matrix without ids, how many rows it had; see Interactions
     numbered: int | None = None
     added: int = 0  # how many entities, the last ones, were not there in training
-    called: str = "entity"  # what messages call its entities, such as "user"; a model sets it from its names
+    called: str = "entity"  # name of its entities in messages, such as "user"; a model sets it from its names
 
     @property
     def trained(self) -> int:
