@@ -100,7 +100,7 @@ def entity_weights(name: str, value: WeightsLike, degrees: NDArray[np.int64], gr
     counts = np.bincount(place, found[1])
     with np.errstate(over="ignore", invalid="ignore"):  # refused by name below
         powers = levels.astype(np.float64) ** power
-        total = (counts * powers).sum()  # over degrees, not entities, so that it does not depend on who has which
+        total = (counts * powers).sum()  # over degrees: processes that divide entities in any way get the same sum
         table = np.zeros(levels[-1] + 1)
         table[levels] = powers / (total / counts.sum())
         weights: Numbers = table[degrees]
