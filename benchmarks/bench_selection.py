@@ -1,23 +1,25 @@
 """How close `gt.TwoTower()` comes to the best settings, on sets whose settings nobody tuned.
 
     python benchmarks/bench_selection.py --data DATA --out FOLDER            # all sets, three splits
-    python benchmarks/bench_selection.py --sets ml1m,amazon-beauty --random 100 --device cpu
+    python benchmarks/bench_selection.py --sets ml1m,amazon-beauty --device cpu
+    python benchmarks/bench_selection.py --peers --random 100 --splits 0     # other methods and random settings
+    python benchmarks/bench_selection.py --without --splits 0,1              # one choice or rule left out at a time
     python benchmarks/bench_selection.py --objectives --splits 0         # labels, weights of pairs and entities
     python benchmarks/bench_selection.py --known --sets ml1m,citeulike --splits 0,1
-    python benchmarks/bench_selection.py --without --sets wikispeedia+features,ml1m
 
 Each set is split three times. Sets of ids: a fifth of each left entity's pairs is the test part, Recall@20 / NDCG@20.
 Sets with features: a fifth of the entities of one side is new, MAP@5 / Recall@20 (P@1 / P@3 / P@5 of documents).
-Rows are the default, the same by rules (`select=False`), the same with twice the iterations and popularity; on the
-first split also EASE, the objective of ALS, a softmax over all right entities by AdamW (--peers) and random settings
-(--random). They have the best of so many trials on the test part, so they are upper bounds, not choices. One row of
-random settings is a choice: the best on one half of the test entities, measured on the other half, both ways.
---seconds ends the random settings of a set early. Seconds are those of the fits. DATA holds the folders of
-public sets that benchmarks/features/sets.py reads; sets that are not there are left out. Each mode writes its section
-of FOLDER/selection.json.
+Rows are the default, the same by rules (`select=False`), the same with twice the iterations and popularity. Seconds are
+those of the fits. DATA holds the folders of public sets that benchmarks/features/sets.py reads; sets that are not there
+are left out. Each mode writes its section of FOLDER/selection.json.
 
-With --without, the default is compared with itself less one choice at a time: that setting is given as the rule has it,
-or by a simpler rule. Aim: a choice that gains on all other sets on average does not lose on this one.
+With --peers, rows are EASE, the objective of ALS, a softmax over all right entities by AdamW (--softmax trials) and
+random settings (--random). They have the best of so many trials on the test part, so they are upper bounds, not
+choices. One row of random settings is a choice: the best on one half of the test entities, measured on the other half,
+both ways. --seconds ends the random settings of a split early.
+
+With --without, the default is compared with itself less one choice at a time, and with simpler rules for where it
+starts. Aim: a choice that gains on all other sets on average does not lose on this one.
 
 With --known, sets with features are split like those of ids and known entities are ranked: by ids, and by ids next to
 features, both with default settings. Aim: ids next to features rank them no worse than ids do.
@@ -36,6 +38,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import scipy.sparse as sp
@@ -45,6 +48,7 @@ from common import RESULTS, write_result
 import gramtower as gt
 from gramtower.data.splits import per_user
 from gramtower.metrics import evaluate_embeddings, ranking_metrics
+from gramtower.model import defaults
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "features"))
 from sets import DATA, FeatureSet, _csr, _cut, load
@@ -61,7 +65,13 @@ GRAPHS = {
 }  # whether links have a direction
 DOCUMENTS = ("eurlex", "delicious")
 _EASE = (50.0, 150.0, 500.0, 1500.0)
-_SOFTMAX, _BATCH = 8, 2048  # random trials of the softmax, and left entities of a batch
+_BATCH = 2048  # left entities of a step of the softmax
+SIMPLER = {  # constants of simpler rules
+    "right weights degree^0": {"_POWERS": {defaults.IDS: 0.0}},
+    "right weights degree^0.3": {"_FEATURE_POWERS": (0.3, 0.3)},
+    "embedding_l2 0.002": {"_LEAST_PENALTY": 0.002, "_MOST_PENALTY": 0.002},
+    "l2 without regard to long rows": {"_LEAST_OF_LONG_ROWS": 1.0},
+}
 
 
 def pairs_of(name: str, data: Path) -> sp.csr_matrix:
@@ -152,14 +162,14 @@ class Ids:
         ranked = self.ranked(torch.ones(self.test.shape[0], 1), torch.from_numpy(counts)[:, None])
         return {"popularity": {"metrics": ranked}}
 
-    def peers(self, device: str, base: gt.TwoTower) -> dict[str, list[float]]:
+    def peers(self, device: str, base: gt.TwoTower, trials: int) -> dict[str, list[float]]:
         """Metrics of other methods, each with the best of a few settings on the test part."""
         found = {}
         if self.train.shape[1] <= (45_000 if device == "cuda" else 5_000):
             found["EASE, best of 4 on the test part"] = self._ease(device)
         found["ALS, best of 6 on the test part"] = self._als(device, base)
-        if device == "cuda":
-            found[f"softmax, best of {_SOFTMAX} on the test part"] = softmax(self, device)
+        if device == "cuda" and trials:
+            found[f"softmax, best of {trials} on the test part"] = softmax(self, device, trials)
         return found
 
     def inputs(self) -> list[sp.csr_matrix | None]:
@@ -234,10 +244,10 @@ class Features(Ids):
         new = on(device, model, self.set.side, self.set.new)
         return (new, on(device, model, "right")) if self.set.side == "left" else (on(device, model, "left"), new)
 
-    def peers(self, device: str, base: gt.TwoTower) -> dict[str, list[float]]:
+    def peers(self, device: str, base: gt.TwoTower, trials: int) -> dict[str, list[float]]:
         """Metrics of a softmax, where new left entities are ranked for on a GPU."""
-        ranked = device == "cuda" and self.set.side == "left"
-        return {f"softmax, best of {_SOFTMAX} on the test part": softmax(self, device)} if ranked else {}
+        ranked = device == "cuda" and self.set.side == "left" and trials
+        return {f"softmax, best of {trials} on the test part": softmax(self, device, trials)} if ranked else {}
 
     def inputs(self) -> list[sp.csr_matrix | None]:
         """Features of the left, the right and the new left entities."""
@@ -292,7 +302,7 @@ def known(given: argparse.Namespace) -> None:
             write_result(f"selection/known-{given.device}", {"sets": found}, given.out)
 
 
-def softmax(part: Ids, device: str) -> list[float]:
+def softmax(part: Ids, device: str, trials: int) -> list[float]:
     """Metrics of linear towers and right biases that AdamW fits to a softmax over all right entities.
 
     The best of random rates, decays, scales, sizes and weights of left entities on the test part, each of which is
@@ -323,7 +333,7 @@ def softmax(part: Ids, device: str) -> list[float]:
         batches.append((inputs, *(torch.from_numpy(x.astype(np.int64)).to(device) for x in (pairs.row, pairs.col))))
     every = [None if X is None else placed(X) for X in (right, new)]
     best: list[float] | None = None
-    for _ in range(_SOFTMAX):
+    for _ in range(trials):
         rate, decay, scale = 10 ** rng.uniform(-3, -1), 10 ** rng.uniform(-3, 1), 2 ** rng.uniform(0, 4)
         dim, power, steps = int(rng.choice([64, 128, 256])), float(rng.choice([0.5, 1.0])), int(rng.choice([120, 400]))
         generator = torch.Generator(device).manual_seed(0)
@@ -356,7 +366,7 @@ def softmax(part: Ids, device: str) -> list[float]:
     return best
 
 
-def measured(part: Ids, given: argparse.Namespace, first: bool) -> dict[str, Any]:
+def measured(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
     """The rows of one split: metrics, and seconds of fits."""
     device, rows = given.device, part.popularity()
     part.fit(device=device, max_iterations=1)  # compiles, also what ranks held-out data
@@ -374,13 +384,18 @@ def measured(part: Ids, given: argparse.Namespace, first: bool) -> dict[str, Any
         model = gt.TwoTower(device=device)
         model.tune(part.train, time_limit=given.tune, trials=10_000)
         rows[f"tuned for {given.tune:.0f} s"] = {"metrics": part.scores(model, device)}
-    if first and given.peers:
-        rows |= {peer: {"metrics": row} for peer, row in part.peers(device, models["by rules"]).items()}
+    return rows
+
+
+def compared(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
+    """Metrics of other methods and of random settings around those of a model by rules."""
+    base = part.fit(device=given.device, select=False, max_iterations=1)
+    rows = {peer: {"metrics": row} for peer, row in part.peers(given.device, base, given.softmax).items()}
     rng, tried, ends = np.random.default_rng(given.seed), [], time.perf_counter() + given.seconds
-    while first and len(tried) < given.random and time.perf_counter() < ends:
-        options = part.random(rng, models["by rules"])
-        model = part.fit(device=device, select=False, **options)
-        tried.append((part.values(*part.embeddings(model, device)).astype(np.float32), str(options)))
+    while len(tried) < given.random and time.perf_counter() < ends:
+        options = part.random(rng, base)
+        model = part.fit(device=given.device, select=False, **options)
+        tried.append((part.values(*part.embeddings(model, given.device)).astype(np.float32), str(options)))
     return rows | _best(tried)
 
 
@@ -425,28 +440,30 @@ def objectives(part: Ids, device: str) -> dict[str, Any]:
 
 
 def without(part: Ids, device: str) -> dict[str, Any]:
-    """The default, and the same where one of its settings is given: as the rule has it, or by a simpler rule."""
+    """The default, the same where one of its settings is given as the rule has it, and the same by simpler rules."""
     rule = part.fit(device=device, select=False)
     fixed: dict[str, Any] = {"omega": rule.omega_}
-    simpler: dict[str, Any] = {"right_weights": None}
     if isinstance(part, Features):
-        shape = {"hidden": rule.hidden_, "normalize": rule.normalize_, "left_weights": None}
-        fixed |= {**shape, "max_iterations": rule.history_[-1].iteration}
-        simpler = {"right_weights": "degree^0.3", "embedding_l2": 0.002}
+        fixed |= {"hidden": rule.hidden_, "normalize": rule.normalize_, "left_weights": None}
+        fixed |= {"max_iterations": rule.history_[-1].iteration}
     default = part.fit(device=device)
     rows = {"default": {"metrics": part.scores(default, device), "selection": str(default.path_)}}
     for name, value in fixed.items():
         same = default.path_.chosen.get(name, value) == value  # the choice was the rule's
         model = default if same else part.fit(device=device, **{name: value})
         rows[f"{name} by rule"] = {"metrics": part.scores(model, device)}
-    for name, value in simpler.items():
-        rows[f"{name} {value}"] = {"metrics": part.scores(part.fit(device=device, **{name: value}), device)}
+    start = rule.history_[0].value
+    for name, constants in SIMPLER.items():
+        with patch.multiple(defaults, **constants):
+            other = part.fit(device=device, select=False, max_iterations=1).history_[0].value
+            if abs(other / start - 1) > 1e-5:  # else the rule says the same here
+                rows[name] = {"metrics": part.scores(part.fit(device=device), device)}
     return rows
 
 
 def section(given: argparse.Namespace) -> str:
     """The file and section of a result."""
-    mode = "objectives-" if given.objectives else "without-" if given.without else ""
+    mode = next((f"{mode}-" for mode in ("objectives", "without", "peers") if getattr(given, mode)), "")
     return f"selection/{mode}{given.device}"
 
 
@@ -484,10 +501,11 @@ def main() -> None:
     parser.add_argument("--sets", default="", help="such as ml1m,ml1m+features; all by default")
     parser.add_argument("--splits", default="0,1,2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--random", type=int, default=0, help="random settings to try on the first split")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="of random settings, on each set")
+    parser.add_argument("--random", type=int, default=0, help="random settings to try, with --peers")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of random settings, on each split")
     parser.add_argument("--seed", type=int, default=0, help="of the random settings")
-    parser.add_argument("--peers", action="store_true", help="EASE, ALS and a softmax, on the first split")
+    parser.add_argument("--peers", action="store_true", help="other methods and random settings instead")
+    parser.add_argument("--softmax", type=int, default=8, help="trials of a softmax, with --peers on a GPU")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds to tune the default for, on sets of ids")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path)
@@ -515,8 +533,10 @@ def main() -> None:
                 break
             if given.objectives or given.without:
                 rows, end = (objectives if given.objectives else without)(part, given.device), ""
+            elif given.peers:
+                rows, end = compared(part, given), ""
             else:
-                rows = measured(part, given, split_number == 0)
+                rows = measured(part, given)
                 ratio = rows["default"]["seconds"] / rows["by rules"]["seconds"]
                 end = f"| {ratio:.1f} fits {rows['default']['selection']}"
             found[f"{name} split {split_number}"] = {"metrics": list(part.metrics), "rows": rows}
