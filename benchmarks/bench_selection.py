@@ -3,7 +3,8 @@
     python benchmarks/bench_selection.py --data DATA --out FOLDER            # all sets, three splits
     python benchmarks/bench_selection.py --sets ml1m,amazon-beauty --device cpu
     python benchmarks/bench_selection.py --peers --random 100 --splits 0     # other methods and random settings
-    python benchmarks/bench_selection.py --without --splits 0,1              # one choice or rule left out at a time
+    python benchmarks/bench_selection.py --without --splits 0,1              # one choice left out at a time
+    python benchmarks/bench_selection.py --simpler --splits 0,1              # simpler rules for where it starts
     python benchmarks/bench_selection.py --objectives --splits 0         # labels, weights of pairs and entities
     python benchmarks/bench_selection.py --known --sets ml1m,citeulike --splits 0,1
 
@@ -18,8 +19,8 @@ random settings (--random). They have the best of so many trials on the test par
 choices. One row of random settings is a choice: the best on one half of the test entities, measured on the other half,
 both ways. --seconds ends the random settings of a split early.
 
-With --without, the default is compared with itself less one choice at a time, and with simpler rules for where it
-starts. Aim: a choice that gains on all other sets on average does not lose on this one.
+With --without, the default is compared with itself less one choice at a time, with --simpler by simpler rules for where
+it starts. Aim: a choice that gains on all other sets on average does not lose on this one.
 
 With --known, sets with features are split like those of ids and known entities are ranked: by ids, and by ids next to
 features, both with default settings. Aim: ids next to features rank them no worse than ids do.
@@ -440,7 +441,7 @@ def objectives(part: Ids, device: str) -> dict[str, Any]:
 
 
 def without(part: Ids, device: str) -> dict[str, Any]:
-    """The default, the same where one of its settings is given as the rule has it, and the same by simpler rules."""
+    """The default, and the same where one of its settings is given as the rule has it."""
     rule = part.fit(device=device, select=False)
     fixed: dict[str, Any] = {"omega": rule.omega_}
     if isinstance(part, Features):
@@ -452,7 +453,13 @@ def without(part: Ids, device: str) -> dict[str, Any]:
         same = default.path_.chosen.get(name, value) == value  # the choice was the rule's
         model = default if same else part.fit(device=device, **{name: value})
         rows[f"{name} by rule"] = {"metrics": part.scores(model, device)}
-    start = rule.history_[0].value
+    return rows
+
+
+def simpler(part: Ids, device: str) -> dict[str, Any]:
+    """The default, and the same by simpler rules where they differ from those in use."""
+    start = part.fit(device=device, select=False, max_iterations=1).history_[0].value
+    rows = {"default": {"metrics": part.scores(part.fit(device=device), device)}}
     for name, constants in SIMPLER.items():
         with patch.multiple(defaults, **constants):
             other = part.fit(device=device, select=False, max_iterations=1).history_[0].value
@@ -461,9 +468,12 @@ def without(part: Ids, device: str) -> dict[str, Any]:
     return rows
 
 
+VARIANTS = {"objectives": objectives, "without": without, "simpler": simpler}
+
+
 def section(given: argparse.Namespace) -> str:
     """The file and section of a result."""
-    mode = next((f"{mode}-" for mode in ("objectives", "without", "peers") if getattr(given, mode)), "")
+    mode = next((f"{mode}-" for mode in (*VARIANTS, "peers") if getattr(given, mode)), "")
     return f"selection/{mode}{given.device}"
 
 
@@ -513,6 +523,7 @@ def main() -> None:
     parser.add_argument("--known", action="store_true", help="rank known entities by ids next to features")
     parser.add_argument("--objectives", action="store_true", help="compare labels and weights instead")
     parser.add_argument("--without", action="store_true", help="leave out one choice of the default at a time instead")
+    parser.add_argument("--simpler", action="store_true", help="compare simpler rules for where the default starts")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, which share the device")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -531,8 +542,8 @@ def main() -> None:
             except FileNotFoundError:
                 print(f"{name}: left out, it is not in {given.data}")
                 break
-            if given.objectives or given.without:
-                rows, end = (objectives if given.objectives else without)(part, given.device), ""
+            if variant := next((VARIANTS[mode] for mode in VARIANTS if getattr(given, mode)), None):
+                rows, end = variant(part, given.device), ""
             elif given.peers:
                 rows, end = compared(part, given), ""
             else:
