@@ -6,6 +6,7 @@
     python benchmarks/bench_selection.py --without --splits 0,1              # one choice left out at a time
     python benchmarks/bench_selection.py --simpler --splits 0,1              # simpler rules for where it starts
     python benchmarks/bench_selection.py --objectives --splits 0         # labels, weights of pairs and entities
+    python benchmarks/bench_selection.py --losses --trials 30 --splits 0     # losses over all pairs by one optimizer
     python benchmarks/bench_selection.py --known --sets ml1m,citeulike --splits 0,1
 
 Each set is split three times. Sets of ids: a fifth of each left entity's pairs is the test part, Recall@20 / NDCG@20.
@@ -14,13 +15,17 @@ Rows are the default, the same by rules (`select=False`), the same with twice th
 those of the fits. DATA holds the folders of public sets that benchmarks/features/sets.py reads; sets that are not there
 are left out. Each mode writes its section of FOLDER/selection.json.
 
-With --peers, rows are EASE, the objective of ALS, a softmax over all right entities by AdamW (--softmax trials) and
+With --peers, rows are EASE, the objective of ALS, a softmax over all right entities by AdamW (--trials) and
 random settings (--random). They have the best of so many trials on the test part, so they are upper bounds, not
 choices. One row of random settings is a choice: the best on one half of the test entities, measured on the other half,
 both ways. --seconds ends the random settings of a split early.
 
 With --without, the default is compared with itself less one choice at a time, with --simpler by simpler rules for where
 it starts. Aim: a choice that gains on all other sets on average does not lose on this one.
+
+With --losses, linear towers are fitted by AdamW to a softmax, to the square of this library with a constant and with a
+fitted label, to the variance form and to the listwise form (docs/evidence/defaults.md), each with the best of the same
+draws on the test part.
 
 With --known, sets with features are split like those of ids and known entities are ranked: by ids, and by ids next to
 features, both with default settings. Aim: ids next to features rank them no worse than ids do.
@@ -45,6 +50,7 @@ import numpy as np
 import scipy.sparse as sp
 import torch
 from common import RESULTS, write_result
+from torch.nn import functional
 
 import gramtower as gt
 from gramtower.data.splits import per_user
@@ -73,6 +79,7 @@ SIMPLER = {  # constants of simpler rules
     "embedding_l2 0.002": {"_LEAST_PENALTY": 0.002, "_MOST_PENALTY": 0.002},
     "l2 without regard to long rows": {"_LEAST_OF_LONG_ROWS": 1.0},
 }
+SIMPLER["all of these"] = {name: value for constants in SIMPLER.values() for name, value in constants.items()}
 
 
 def pairs_of(name: str, data: Path) -> sp.csr_matrix:
@@ -170,7 +177,7 @@ class Ids:
             found["EASE, best of 4 on the test part"] = self._ease(device)
         found["ALS, best of 6 on the test part"] = self._als(device, base)
         if device == "cuda" and trials:
-            found[f"softmax, best of {trials} on the test part"] = softmax(self, device, trials)
+            found[f"softmax, best of {trials} on the test part"] = by_adamw(self, device, trials)
         return found
 
     def inputs(self) -> list[sp.csr_matrix | None]:
@@ -248,7 +255,7 @@ class Features(Ids):
     def peers(self, device: str, base: gt.TwoTower, trials: int) -> dict[str, list[float]]:
         """Metrics of a softmax, where new left entities are ranked for on a GPU."""
         ranked = device == "cuda" and self.set.side == "left" and trials
-        return {f"softmax, best of {trials} on the test part": softmax(self, device, trials)} if ranked else {}
+        return {f"softmax, best of {trials} on the test part": by_adamw(self, device, trials)} if ranked else {}
 
     def inputs(self) -> list[sp.csr_matrix | None]:
         """Features of the left, the right and the new left entities."""
@@ -303,11 +310,76 @@ def known(given: argparse.Namespace) -> None:
             write_result(f"selection/known-{given.device}", {"sets": found}, given.out)
 
 
-def softmax(part: Ids, device: str, trials: int) -> list[float]:
-    """Metrics of linear towers and right biases that AdamW fits to a softmax over all right entities.
+def _log_softmax(S: torch.Tensor, i: torch.Tensor, j: torch.Tensor, degrees: torch.Tensor, c: float) -> torch.Tensor:
+    return degrees * (c * S).logsumexp(1) - _sums(c * S[i, j], i, S)
 
-    The best of random rates, decays, scales, sizes and weights of left entities on the test part, each of which is
-    looked at four times along its way.
+
+def _square(S: torch.Tensor, i: torch.Tensor, j: torch.Tensor, degrees: torch.Tensor, c: float) -> torch.Tensor:
+    """Logistic loss of observed pairs, squared one of the others with a label of -½ and equal weights."""
+    return _logistic_and_square(S, i, j, c * degrees.mean())
+
+
+def _square_by_degree(
+    S: torch.Tensor, i: torch.Tensor, j: torch.Tensor, degrees: torch.Tensor, c: float
+) -> torch.Tensor:
+    return _logistic_and_square(S, i, j, c * degrees)
+
+
+def _logistic_and_square(S: torch.Tensor, i: torch.Tensor, j: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    s = S[i, j]
+    return _sums(functional.softplus(-s), i, S) + weight / 2 * (
+        ((S + 0.5) ** 2).mean(1) - _sums((s + 0.5) ** 2, i, S) / S.shape[1]
+    )
+
+
+def _fitted(S: torch.Tensor, i: torch.Tensor, j: torch.Tensor, degrees: torch.Tensor, c: float) -> torch.Tensor:
+    """Logistic loss of margins s_ij - mean_l s_il, and the variance of scores weighted by degree."""
+    M = S - S.mean(1, keepdim=True)
+    return _sums(functional.softplus(-M[i, j]), i, S) + c * degrees / 2 * (M**2).mean(1)
+
+
+def _variance(S: torch.Tensor, i: torch.Tensor, j: torch.Tensor, degrees: torch.Tensor, c: float) -> torch.Tensor:
+    """The second-order expansion of the softmax: margins, and the variance of scores weighted by degree."""
+    M = S - S.mean(1, keepdim=True)
+    return -_sums(M[i, j], i, S) + c * degrees / 2 * (M**2).mean(1)
+
+
+def _listwise(S: torch.Tensor, i: torch.Tensor, j: torch.Tensor, degrees: torch.Tensor, c: float) -> torch.Tensor:
+    """Σ_ij log mean_l (c + s_il - s_ij)²."""
+    gap, mean, square = c - S[i, j], S.mean(1), (S**2).mean(1)
+    return _sums(torch.log(gap**2 + 2 * gap * mean[i] + square[i]), i, S)
+
+
+def _sums(x: torch.Tensor, i: torch.Tensor, S: torch.Tensor) -> torch.Tensor:
+    """Sums of numbers of pairs for each left entity."""
+    return torch.zeros(len(S), device=S.device).index_add(0, i, x)
+
+
+LOSSES = {
+    "softmax": _log_softmax,
+    "square": _square,
+    "square by degree": _square_by_degree,
+    "fitted label by degree": _fitted,
+    "variance by degree": _variance,
+    "listwise": _listwise,
+}
+
+
+def losses(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
+    """Metrics of linear towers by AdamW for each loss, with the best of the same number of draws."""
+    return {
+        f"{name}, best of {given.trials} on the test part": {
+            "metrics": by_adamw(part, given.device, given.trials, name)
+        }
+        for name in LOSSES
+    }
+
+
+def by_adamw(part: Ids, device: str, trials: int, loss: str = "softmax") -> list[float]:
+    """Metrics of linear towers and right biases that AdamW fits to a loss over all pairs.
+
+    The best of random rates, decays, constants of the loss, sizes and weights of left entities on the test part, each
+    of which is looked at four times along its way. All losses have the same draws.
     """
     rng, rows = np.random.default_rng(0), part.train.shape[0]
 
@@ -335,7 +407,8 @@ def softmax(part: Ids, device: str, trials: int) -> list[float]:
     every = [None if X is None else placed(X) for X in (right, new)]
     best: list[float] | None = None
     for _ in range(trials):
-        rate, decay, scale = 10 ** rng.uniform(-3, -1), 10 ** rng.uniform(-3, 1), 2 ** rng.uniform(0, 4)
+        rate, decay, drawn = 10 ** rng.uniform(-3, -1), 10 ** rng.uniform(-3, 1), rng.uniform(0, 1)
+        constant = 2 ** (4 * drawn if loss == "softmax" else 8 * drawn - 4)  # of the softmax an inverse temperature
         dim, power, steps = int(rng.choice([64, 128, 256])), float(rng.choice([0.5, 1.0])), int(rng.choice([120, 400]))
         generator = torch.Generator(device).manual_seed(0)
         sizes = [
@@ -348,20 +421,17 @@ def softmax(part: Ids, device: str, trials: int) -> list[float]:
         for step in range(steps):
             inputs, i, j = batches[step % len(batches)]
             P, Q = W[inputs] if left is None else inputs @ W, V if every[0] is None else every[0] @ V
-            scores = scale * P @ Q.T + bias
             degrees = torch.bincount(i, minlength=len(P)).float()
             own = degrees.clamp(min=1) ** (power - 1)
-            loss = (
-                own * (degrees * scores.logsumexp(1) - torch.zeros_like(degrees).index_add(0, i, scores[i, j]))
-            ).sum()
+            value = (own * LOSSES[loss](P @ Q.T + bias, i, j, degrees, constant)).sum() / len(i)
             optimizer.zero_grad()
-            (loss / len(i)).backward()
+            value.backward()
             optimizer.step()
             if 4 * (step + 1) % steps == 0:
                 with torch.no_grad():
                     P, Q = W if every[1] is None else every[1] @ W, V if every[0] is None else every[0] @ V
                     ones = torch.ones(len(P), 1, device=device)
-                    found = part.ranked(torch.cat([scale * P, ones], 1), torch.cat([Q, bias[:, None]], 1))
+                    found = part.ranked(torch.cat([P, ones], 1), torch.cat([Q, bias[:, None]], 1))
                 best = found if best is None or found[-1] > best[-1] else best
     assert best is not None
     return best
@@ -391,7 +461,7 @@ def measured(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
 def compared(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
     """Metrics of other methods and of random settings around those of a model by rules."""
     base = part.fit(device=given.device, select=False, max_iterations=1)
-    rows = {peer: {"metrics": row} for peer, row in part.peers(given.device, base, given.softmax).items()}
+    rows = {peer: {"metrics": row} for peer, row in part.peers(given.device, base, given.trials).items()}
     rng, tried, ends = np.random.default_rng(given.seed), [], time.perf_counter() + given.seconds
     while len(tried) < given.random and time.perf_counter() < ends:
         options = part.random(rng, base)
@@ -416,8 +486,9 @@ def _best(tried: list[tuple[np.ndarray, str]]) -> dict[str, Any]:
     }
 
 
-def objectives(part: Ids, device: str) -> dict[str, Any]:
+def objectives(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
     """Objectives, each with the penalty that is best on the test part: labels, and weights of pairs and entities."""
+    device = given.device
     if isinstance(part, Features):
         name, powers, shape = "l2", (-4, -2, 0, 2, 4), {"hidden": ()}
         tried = [{"imputed": label, "left_weights": f"degree^{p}"} for label in (-0.5, "fitted") for p in (0, 0.5)]
@@ -440,8 +511,9 @@ def objectives(part: Ids, device: str) -> dict[str, Any]:
     return rows
 
 
-def without(part: Ids, device: str) -> dict[str, Any]:
+def without(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
     """The default, and the same where one of its settings is given as the rule has it."""
+    device = given.device
     rule = part.fit(device=device, select=False)
     fixed: dict[str, Any] = {"omega": rule.omega_}
     if isinstance(part, Features):
@@ -456,19 +528,28 @@ def without(part: Ids, device: str) -> dict[str, Any]:
     return rows
 
 
-def simpler(part: Ids, device: str) -> dict[str, Any]:
+def simpler(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
     """The default, and the same by simpler rules where they differ from those in use."""
-    start = part.fit(device=device, select=False, max_iterations=1).history_[0].value
-    rows = {"default": {"metrics": part.scores(part.fit(device=device), device)}}
+    device = given.device
+    known: list[float] = []  # values of the objective where fits by the rules start
+
+    def scores() -> list[float] | None:
+        """Metrics of the default with the rules in use now; None if these are rules that were measured before."""
+        start = part.fit(device=device, select=False, max_iterations=1).history_[0].value
+        if any(abs(start / other - 1) < 1e-5 for other in known):
+            return None
+        known.append(start)
+        return part.scores(part.fit(device=device), device)
+
+    rows = {"default": {"metrics": scores()}}
     for name, constants in SIMPLER.items():
         with patch.multiple(defaults, **constants):
-            other = part.fit(device=device, select=False, max_iterations=1).history_[0].value
-            if abs(other / start - 1) > 1e-5:  # else the rule says the same here
-                rows[name] = {"metrics": part.scores(part.fit(device=device), device)}
+            if (found := scores()) is not None:
+                rows[name] = {"metrics": found}
     return rows
 
 
-VARIANTS = {"objectives": objectives, "without": without, "simpler": simpler}
+VARIANTS = {"objectives": objectives, "without": without, "simpler": simpler, "losses": losses}
 
 
 def section(given: argparse.Namespace) -> str:
@@ -515,7 +596,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of random settings, on each split")
     parser.add_argument("--seed", type=int, default=0, help="of the random settings")
     parser.add_argument("--peers", action="store_true", help="other methods and random settings instead")
-    parser.add_argument("--softmax", type=int, default=8, help="trials of a softmax, with --peers on a GPU")
+    parser.add_argument("--trials", type=int, default=8, help="of AdamW: --losses, and a softmax with --peers on a GPU")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds to tune the default for, on sets of ids")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path)
@@ -523,6 +604,7 @@ def main() -> None:
     parser.add_argument("--known", action="store_true", help="rank known entities by ids next to features")
     parser.add_argument("--objectives", action="store_true", help="compare labels and weights instead")
     parser.add_argument("--without", action="store_true", help="leave out one choice of the default at a time instead")
+    parser.add_argument("--losses", action="store_true", help="compare losses over all pairs by one optimizer instead")
     parser.add_argument("--simpler", action="store_true", help="compare simpler rules for where the default starts")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, which share the device")
     given = parser.parse_args()
@@ -543,7 +625,7 @@ def main() -> None:
                 print(f"{name}: left out, it is not in {given.data}")
                 break
             if variant := next((VARIANTS[mode] for mode in VARIANTS if getattr(given, mode)), None):
-                rows, end = variant(part, given.device), ""
+                rows, end = variant(part, given), ""
             elif given.peers:
                 rows, end = compared(part, given), ""
             else:
