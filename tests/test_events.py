@@ -42,6 +42,11 @@ def by_pair(pairs):
         ("4w", 28 * DAY),
         ("20min", 1200),
         (".5s", 0.5),
+        ("30 days", 30 * DAY),
+        ("1 week", 7 * DAY),
+        ("90 seconds", 90),
+        ("2 hours", 7200),
+        ("5 mins", 300),
         (timedelta(days=2), 2 * DAY),
         (np.timedelta64(3, "D"), 3 * DAY),
     ],
@@ -58,7 +63,24 @@ def test_pandas_timedeltas_are_durations():
 
 
 @pytest.mark.parametrize(
-    "wrong", ["90", "d", "-3d", "0d", "3m", "3 months", "1e400d", 90, 0.5, None, True, timedelta(0), timedelta(-1)]
+    "wrong",
+    [
+        "90",
+        "d",
+        "-3d",
+        "0d",
+        "3m",
+        "3 months",
+        "2 ss",
+        "days",
+        "1e400d",
+        90,
+        0.5,
+        None,
+        True,
+        timedelta(0),
+        timedelta(-1),
+    ],
 )
 def test_what_is_not_a_positive_duration_is_refused(wrong):
     with pytest.raises(ValueError, match="half_life"):

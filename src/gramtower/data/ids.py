@@ -49,6 +49,7 @@ _EXPECTED = "ids that are text or whole numbers"
 _NUMBER = re.compile(r"0|-?[1-9][0-9]*")  # whole numbers as Python writes them
 _NAMED = 3  # unknown ids that an error names
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}  # of the units of durations
+_UNITS = {"second": "s", "minute": "min", "hour": "h", "day": "d", "week": "w"}
 _LATEST = 1e11  # seconds since 1970, in the year 5138: later times are milliseconds
 _MOMENT = "a number, a date, a datetime, or text such as 2020-01-31 or 2020-01-31T12:00:00+01:00"
 
@@ -416,10 +417,11 @@ def _of_datetime64(array: NDArray[np.datetime64]) -> NDArray[np.float64]:
 
 
 def duration(name: str, value: object) -> float:
-    """Convert text such as "90d", a timedelta or a pandas Timedelta to seconds, which must be positive."""
+    """Convert text such as "90d" or "3 weeks", a timedelta or a pandas Timedelta to seconds, which must be positive."""
     found = float("nan")
     if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]+)\s*", value, re.ASCII)):
-        found = float(match[1]) * _SECONDS.get(match[2], found)
+        word = match[2].removesuffix("s") if len(match[2]) > 2 else match[2]
+        found = float(match[1]) * _SECONDS.get(_UNITS.get(word, word), found)
     elif isinstance(value, np.timedelta64):
         found = float(value / np.timedelta64(1, "s"))
     elif isinstance(value, timedelta):
