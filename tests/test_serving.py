@@ -141,6 +141,20 @@ def test_each_entity_may_have_its_own_allow_list(api):
     assert [set(one) for one in lists(new)] == [{"i3"}, {"i1", "i4"}]
 
 
+def test_each_entity_may_have_its_own_pairs_to_exclude(api):
+    left, seen = ["user 2", "a/b", "user 5"], [["i1", "i2", "no"], [], ["i30", "i1"]]
+    answer = post(api, "/recommend", left=left, k=30, exclude=seen, deny=["i9"])
+    assert answer["unknown_excluded"] == 1
+    wanted = [expected("history", [key], k=30, deny=["i9", *(one for one in own if one != "no")])[0]
+              for key, own in zip(left, seen, strict=True)]  # fmt: skip
+    assert lists(answer) == wanted
+    streamed = api.post("/recommend", json={"left": left, "k": 30, "exclude": seen, "deny": ["i9"], "stream": True})
+    found = [json.loads(line) for line in streamed.text.splitlines()]
+    assert [[one["id"] for one in line["results"]] for line in found] == wanted
+    new = post(api, "/recommend", histories=[["i1"], ["i2"]], k=30, exclude=[["i3"], []])
+    assert [{"i1", "i3"} & set(lists(new)[0]), {"i2", "i3"} & set(lists(new)[1])] == [set(), {"i3"}]
+
+
 def test_new_entities_by_history_by_features_and_by_both(api):
     histories = [["i1", "i2", "i1"], []]
     assert lists(post(api, "/recommend", histories=histories, k=6)) == expected(histories=histories, k=6)
@@ -302,6 +316,9 @@ BAD = {
     "too few allow lists": dict(left=["a/b", "007"], allow=[["i1"]]),
     "an allow list that is too long": dict(left=["a/b"], allow=[["i1"] * 10_001]),
     "lists among ids": dict(left=["a/b"], allow=["i1", ["i2"]]),
+    "too few lists to exclude": dict(left=["a/b", "007"], exclude=[["i1"]]),
+    "a list to exclude that is too long": dict(left=["a/b"], exclude=[["i1"] * 10_001]),
+    "ids to exclude without lists": dict(left=["a/b"], exclude=["i1"]),
     "rows of two widths": dict(model="matrix", left_features=[[1.0, 2.0, 3.0], [1.0]]),
     "another width": dict(model="matrix", left_features=[[1.0, 2.0]]),
     "no rows": dict(model="table", left_features=[]),

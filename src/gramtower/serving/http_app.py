@@ -79,8 +79,10 @@ class Service:
         if new and asked.context is not None:
             raise Refused(422, "context: got values with left_features or histories, expected left ids with them")
         own = [one for one in asked.allow or () if isinstance(one, list)]
-        within("allow", max(map(len, own), default=len(asked.allow or ())), self.limits.listed, "ids")
-        within("deny", len(asked.deny or ()), self.limits.listed, "ids")
+        exclude, listed = asked.exclude or [], self.limits.listed
+        within("allow", max(map(len, own), default=len(asked.allow or ())), listed, "ids")
+        within("deny", len(asked.deny or ()), listed, "ids")
+        within("exclude", max(map(len, exclude), default=0), listed, "ids")
         features = self._features("left_features", asked.left_features)
         self._histories(asked.histories)
         if features is not None and asked.histories is not None and (count := _rows(features)) != len(asked.histories):
@@ -88,8 +90,9 @@ class Service:
             raise Refused(422, f"left_features, histories: got {given}, expected equal numbers")
         rows = len(asked.left) if asked.left is not None else _rows(features, asked.histories)
         self._lists(rows, asked.k, asked.stream)
-        if own and len(own) != rows:
-            raise Refused(422, f"allow: got {len(own)} lists, expected {rows}, one for each left entity")
+        for name, one in (("allow", own), ("exclude", exclude)):
+            if one and len(one) != rows:
+                raise Refused(422, f"{name}: got {len(one)} lists, expected {rows}, one for each left entity")
         rules = {
             name: one for name, one in asked.model_dump(include=_RULES, exclude_defaults=True).items() if one != {}
         }
@@ -105,7 +108,7 @@ class Service:
                 snapshot, "recommend",
                 lambda: snapshot.query(
                     asked.k, left=left, left_features=part, histories=histories, context=context,
-                    exclude_seen=asked.exclude_seen,
+                    exclude_seen=asked.exclude_seen, exclude=exclude[a:b],
                     allow=own[a:b] or asked.allow, deny=asked.deny, **rules,
                 ),
                 left, "left", b - a, _columns(asked.columns), lines,

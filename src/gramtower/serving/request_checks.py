@@ -85,6 +85,11 @@ class Recommend(Body):
     deny: list[Id] | None = Field(
         None, description="Never list these right ids. Unknown ids are ignored; unknown_denied counts them."
     )
+    exclude: list[list[Id]] | None = Field(
+        None,
+        description="Right ids to leave out for each left entity, such as those since training. Unknown ids are "
+        "ignored; unknown_excluded counts them.",
+    )
     where: Text | dict[str, Wanted] | None = Field(
         None,
         validation_alias=AliasChoices("where", "filter"),

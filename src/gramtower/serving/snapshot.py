@@ -146,11 +146,15 @@ class Snapshot:
         histories: Histories = None,
         context: Context | None = None,
         exclude_seen: bool = True,
+        exclude: Sequence[Sequence[Key]] = (),
         allow: Sequence[Key] | Sequence[Sequence[Key]] | None = None,
         deny: Sequence[Key] | None = None,
         **rules: Any,
     ) -> Query:
-        """The query of model.recommend, which can be batched with others; ``allow`` may have a list for each row."""
+        """The query of model.recommend, which can be batched with others.
+
+        ``exclude`` has a list for each row, or none; ``allow`` may have one for each.
+        """
         seen: sp.csr_matrix | None = self.seen
         if left is not None and (found := self._in_context(left, context)) is not None:
             (rows, embeddings), seen = found, self.model.fitted_.seen_by_users
@@ -177,7 +181,13 @@ class Snapshot:
         denied, unknown_denied = self.right.known_rows(deny or ())
         if len(denied):
             excluded = [np.union1d(columns, denied) if len(columns) else denied for columns in excluded]
-        counts = {"unknown_allowed": unknown_allowed, "unknown_denied": unknown_denied}
+        left_out = [self.right.known_rows(ids) for ids in exclude]
+        if left_out:
+            excluded = [np.union1d(columns, more) for columns, (more, _) in zip(excluded, left_out, strict=True)]
+        counts = {
+            "unknown_allowed": unknown_allowed, "unknown_denied": unknown_denied,
+            "unknown_excluded": sum(count for _, count in left_out),
+        }  # fmt: skip
         notes = {name: count for name, count in counts.items() if count}
         return Query(embeddings, excluded, k, among, key, None if own is None else list(own), made, notes)
 
