@@ -160,8 +160,11 @@ def test_new_left_entities_are_called_by_the_ids_of_their_table_or_by_row(tmp_pa
     table = model.recommend(left_features=new, k=1, as_frame=True)
     assert table["user"].to_list() == [1, None, 1002]
     assert model.recommend(left_features={"age": [3.0, 4.0]}, k=1, as_frame=True)["user"].to_list() == [0, 1]
-    (tmp_path / "films.csv").write_text("film,title\ni1,One\ni2,Two\n" + "".join(f"i{x},x\n" for x in range(3, 25)))
-    assert "title" in model.recommend([1002], k=1, as_frame=True, table=tmp_path / "films.csv").columns
+    lines = ["film,title,year", *(f"i{x},0{x},{1990 + x}" for x in range(1, 25))]
+    (tmp_path / "films.csv").write_text("\n".join(lines))
+    table = model.recommend([1002], k=1, as_frame=True, table=tmp_path / "films.csv")
+    number = int(table["item"][0][1:])
+    assert table.select("title", "year").rows() == [(f"0{number}", 1990 + number)]  # numbers, but no codes
 
 
 @pytest.mark.parametrize(

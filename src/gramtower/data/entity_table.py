@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 from collections.abc import Mapping
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING
@@ -43,11 +44,18 @@ class TableError(ValueError):
 
 
 def frame_and_id(table: FeatureTable | TableLike | PathLike) -> tuple[DataFrame, str]:
-    """The frame of an argument ``table`` and its column of ids: that of a FeatureTable, else "id", else the first."""
-    frame = frames.read_frame("table", table.source if isinstance(table, FeatureTable) else table)
+    """The frame of an argument ``table`` and its column of ids: that of a FeatureTable, else "id", else the first.
+
+    Columns of numbers in a file are numbers.
+    """
+    source = table.source if isinstance(table, FeatureTable) else table
+    frame = frames.read_frame("table", source)
     if not frame.columns:
         check.fail("table", "no columns", "a column of ids, and others")
     named = table.id if isinstance(table, FeatureTable) else "id" if "id" in frame.columns else frame.columns[0]
+    if isinstance(source, (str, os.PathLike)):
+        kinds = infer_kinds(frame, named, {}, "|")
+        frame = frame.with_columns(_numbers(frame[name]) for name, kind in kinds.items() if kind == "numeric")
     return frame, named
 
 
