@@ -111,6 +111,7 @@ def test_settings_are_chosen_by_entities_that_were_never_seen(pairs, tmp_path, c
     assert run(["tune", *map(str, (*base, *options))]) == 0
     assert json.loads(capsys.readouterr().out)["value"] > 0.5
     assert json.loads((out / "report.json").read_text())["data"]["held_out_left"] == 8
+    assert "8 user entities were held out" in (out / "report.md").read_text()
     assert "validation-side" not in (out / "config.toml").read_text()
     assert run(["fit", *map(str, (*base, "--out", fitted, "--refit", "--metric", "precision@5"))]) == 0
     found = json.loads(capsys.readouterr().out)

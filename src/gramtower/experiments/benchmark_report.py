@@ -352,9 +352,7 @@ def about(summary: Summary) -> str:
     else:
         each = ", ".join(f"{count:,} with seed {seed}" for seed, count in counts.items())
         tested = f"users with test pairs: {each}" if each else "no run has ended yet"
-    return (
-        f"{data['left']:,} left × {data['right']:,} right entities, {data['pairs']:,} pairs; {data['test']}; {tested}."
-    )
+    return f"{data['left']:,} × {data['right']:,} entities, {data['pairs']:,} pairs; {data['test']}; {tested}."
 
 
 def _add_metric(page: Page, summary: Summary, metric: str) -> None:

@@ -111,7 +111,7 @@ def thinned(history: list[Record], most: int) -> list[Record]:
 def _add_opening(page: Page, comparison: Comparison, summary: dict[str, Any]) -> None:
     about, parts = comparison.about.data, []
     if {"left", "right", "pairs"} <= set(about):
-        sizes = f"{about['left']:,} left × {about['right']:,} right entities, {about['pairs']:,} pairs to learn from"
+        sizes = f"{about['left']:,} × {about['right']:,} entities, {about['pairs']:,} pairs to learn from"
         held = about.get("validation_pairs")
         parts.append(sizes + (f", {held:,} held out for {comparison.metric}." if held else "."))
     parts.append("All methods start from the same point and run one after the other; only their own work is timed.")

@@ -46,7 +46,7 @@ class Search:
             which depend on the size of the data.
         features: the input of the towers: "ids", "history", "ids+history" or "given".
         space: what was searched.
-        data: sizes.
+        data: sizes, and the names of the entities.
         seconds: wall time of this call.
         base: the model's own arguments.
         interrupted: whether Ctrl-C ended it.
@@ -62,7 +62,7 @@ class Search:
     arguments: dict[str, Any]
     features: str
     space: dict[str, str]
-    data: dict[str, int]
+    data: dict[str, Any]
     seconds: float
     base: dict[str, Any] = field(default_factory=dict)
     interrupted: bool = False
@@ -77,7 +77,8 @@ class Search:
     @property
     def density(self) -> float:
         """The share of all pairs that are there to learn from."""
-        return self.data.get("pairs", 0) / max(1, self.data.get("left", 0) * self.data.get("right", 0))
+        left, right, pairs = (int(self.data.get(name, 0)) for name in ("left", "right", "pairs"))
+        return pairs / max(1, left * right)
 
     @property
     def caution(self) -> str:
@@ -204,11 +205,11 @@ class Search:
         """Return the data, the result, and how far the numbers can be trusted, as sentences."""
         best, data = self.best, self.data
         left, right, pairs = (data.get(name, 0) for name in ("left", "right", "pairs"))
-        sizes = f"{left:,} left × {right:,} right entities, {pairs:,} pairs to learn from: {self.density:.3%} of all. "
+        sizes = f"{left:,} × {right:,} entities, {pairs:,} pairs to learn from: {self.density:.3%} of all. "
         sizes += f"{data.get('ranked_users', 0):,} users were ranked in each trial"
-        for side in ("left", "right"):
+        for side, name in zip(("left", "right"), data.get("names", ("left", "right")), strict=True):
             if count := data.get(f"held_out_{side}"):
-                sizes += f"; {count:,} {side} entities were held out with all their pairs"
+                sizes += f"; {count:,} {name} entities were held out with all their pairs"
         result = (
             f"{self.metric} on the validation part: {best.value:.4f} by trial {best.number}, iteration "
             f"{best.iteration}; {self.trials[0].value:.4f} with the model's own settings (trial 0). "

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from gramtower._util import checks as check
-from gramtower.data.interactions import PairsLike
+from gramtower.data.interactions import Interactions, PairsLike
 from gramtower.distributed.group import current_group
 from gramtower.experiments.tuning.report import Search
 from gramtower.experiments.tuning.space import NAMES, Space, Value, as_space, default_space, effective, linear
@@ -255,6 +255,7 @@ class _Run:
             raise KeyboardInterrupt
         verdict = verdict or judge([t for t in self.log.trials if t.same_as is None])
         best, unseen = verdict.winner, self.parts.unseen
+        train = self.parts.train
         chosen = {} if self.path is None else _lasting(self.path)
         arguments = {}
         if not chosen or best.number > 0:  # otherwise a fit by itself is best: it chooses on fewer held-out pairs
@@ -270,6 +271,7 @@ class _Run:
             features=str(best.settings.get("features", "given")),
             space={name: str(part) for name, part in self.space.items()},
             data={
+                "names": train.entity_names if isinstance(train, Interactions) else ("left", "right"),
                 "left": self.parts.matrix.shape[0],
                 "right": self.parts.matrix.shape[1],
                 "pairs": int(self.parts.matrix.nnz),
