@@ -176,7 +176,7 @@ class Ids:
         if self.train.shape[1] <= (45_000 if device == "cuda" else 5_000):
             found["EASE, best of 4 on the test part"] = self._ease(device)
         found["ALS, best of 6 on the test part"] = self._als(device, base)
-        if device == "cuda" and trials:
+        if trials:
             found[f"softmax, best of {trials} on the test part"] = by_adamw(self, device, trials)
         return found
 
@@ -253,9 +253,10 @@ class Features(Ids):
         return (new, on(device, model, "right")) if self.set.side == "left" else (on(device, model, "left"), new)
 
     def peers(self, device: str, base: gt.TwoTower, trials: int) -> dict[str, list[float]]:
-        """Metrics of a softmax, where new left entities are ranked for on a GPU."""
-        ranked = device == "cuda" and self.set.side == "left" and trials
-        return {f"softmax, best of {trials} on the test part": by_adamw(self, device, trials)} if ranked else {}
+        """Metrics of a softmax, where new left entities are ranked for."""
+        if not trials or self.set.side != "left":
+            return {}
+        return {f"softmax, best of {trials} on the test part": by_adamw(self, device, trials)}
 
     def inputs(self) -> list[sp.csr_matrix | None]:
         """Features of the left, the right and the new left entities."""
@@ -596,7 +597,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="of random settings, on each split")
     parser.add_argument("--seed", type=int, default=0, help="of the random settings")
     parser.add_argument("--peers", action="store_true", help="other methods and random settings instead")
-    parser.add_argument("--trials", type=int, default=8, help="of AdamW: --losses, and a softmax with --peers on a GPU")
+    parser.add_argument("--trials", type=int, help="of AdamW: --losses, and a softmax with --peers; 8, but 0 on a CPU")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds to tune the default for, on sets of ids")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path)
@@ -608,6 +609,8 @@ def main() -> None:
     parser.add_argument("--simpler", action="store_true", help="compare simpler rules for where the default starts")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, which share the device")
     given = parser.parse_args()
+    if given.trials is None:
+        given.trials = 8 if given.device == "cuda" or given.losses else 0
     warnings.simplefilter("ignore")
     if given.known:
         return known(given)
