@@ -43,14 +43,15 @@ _NORMALISED_ACTIVATION = "gelu"
 IDS, FEATURES, HISTORIES = "ids", "features", "histories"  # what towers see
 _SHARE = 2.0  # total weight of unobserved pairs, relative to that of observed ones
 _POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, HISTORIES: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
-_ITERATIONS = {IDS: 20, FEATURES: 12, HISTORIES: 12}
+_ITERATIONS, _ITERATIONS_OF_IDS = 12, 20
 _L2, _L2_NEXT_TO_FEATURES, _L2_PER_PAIR = 2.0**-5, 0.3, 0.03
 _LONG_ROWS, _LEAST_OF_LONG_ROWS = 64, 1 / 3  # entries of a row of features above which λ falls, and how far
 _LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
-_WIDTHS, _ROWS_PER_UNIT = {"cpu": (64, 1024, 24), "cuda": (64, 2048, 30)}, 4  # widths; bits of a first layer's size
+_WIDTHS, _ROWS_PER_UNIT = {"cpu": (1024, 24), "cuda": (2048, 30)}, 4  # most units; bits of a first layer's size
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
 _PENALTY = 0.01
-_PER_DIMENSION, _LEAST_DIM, _MOST_DIM = 5, 64, {"cpu": 256, "cuda": 2048}  # entities of the smaller side; sizes
+_LEAST = 64  # of the size of embeddings and the units of a layer
+_PER_DIMENSION, _MOST_DIM = 5, {"cpu": 256, "cuda": 2048}  # entities of the smaller side; size
 _VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and only of Q
 
 
@@ -61,7 +62,7 @@ def default_dim(shape: tuple[int, int], hidden: Layers, device: torch.device, ro
     """
     last = [widths[-1] for widths in hidden if widths]
     nearest = min(last) // 2 if last else 1 << round(math.log2(max(1.0, min(shape) / _PER_DIMENSION)))
-    dim = min(max(_LEAST_DIM, nearest), _MOST_DIM.get(device.type, 256) * (2 if last else 1))
+    dim = min(max(_LEAST, nearest), _MOST_DIM.get(device.type, 256) * (2 if last else 1))
     numbers = _VECTORS * sum(shape) / processes + (_ALL_RIGHT * shape[1] if processes > 1 else 0)
     while dim > 1 and 4 * numbers * dim > room:
         dim //= 2
@@ -87,11 +88,11 @@ def default_hidden(shape: tuple[int, int], features: tuple[int, int], device: to
     Its width is the power of two nearest a quarter of the side's entities, from 64 to 1024 on a CPU and 2048 on a GPU,
     and less where a first layer of so many features would have more than 2²⁴ numbers on a CPU, 2³⁰ on a GPU.
     """
-    least, most, numbers = _WIDTHS.get(device.type, _WIDTHS["cpu"])
+    most, numbers = _WIDTHS.get(device.type, _WIDTHS["cpu"])
 
     def width(rows: int, inputs: int) -> int:
-        wanted = min(most, max(least, 1 << round(math.log2(max(1.0, rows / _ROWS_PER_UNIT)))))
-        return max(least, min(wanted, 1 << (numbers - math.ceil(math.log2(inputs)))))
+        wanted = min(most, max(_LEAST, 1 << round(math.log2(max(1.0, rows / _ROWS_PER_UNIT)))))
+        return max(_LEAST, min(wanted, 1 << (numbers - math.ceil(math.log2(inputs)))))
 
     left, right = ((width(*side),) if side[1] else () for side in zip(shape, features, strict=True))
     return left, right
@@ -136,7 +137,7 @@ def _pairs_of_entity(shape: tuple[int, int], observed: int) -> float:
 
 def default_iterations(seen: str) -> int:
     """Iterations of an optimizer that has no default of its own for the problem (Solver.default_iterations)."""
-    return _ITERATIONS[seen]
+    return _ITERATIONS_OF_IDS if seen == IDS else _ITERATIONS
 
 
 def default_activation(normalize: bool) -> str:
