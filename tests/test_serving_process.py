@@ -75,8 +75,9 @@ def test_a_server_lives_through_damage_takes_up_a_new_model_and_ends(tmp_path):
     with serving(path, *options) as (process, base):
         token = {"authorization": "Bearer s3cret"}
         assert ask(base, "/ready")["status"] == "ready"
-        with pytest.raises(urllib.error.HTTPError, match="401"):
+        with pytest.raises(urllib.error.HTTPError, match="401") as refused:
             ask(base, "/models")
+        refused.value.close()
         assert len(ask(base, "/recommend", {"left": ["日本 😀"], "k": 3}, token)["answers"][0]["results"]) == 3
         path.write_bytes(b"damaged")
         process.send_signal(signal.SIGHUP)

@@ -35,7 +35,7 @@ def test_every_field_has_its_description():
 def test_every_setting_is_in_the_signature_and_in_the_docstring():
     assert list(inspect.signature(gt.TwoTower).parameters) == list(SETTINGS)
     for name in SETTINGS:
-        assert f"        {name}: " in gt.TwoTower.__doc__
+        assert f"\n    {name}: " in inspect.getdoc(gt.TwoTower)
     assert "{arguments}" not in gt.TwoTower.__doc__
 
 

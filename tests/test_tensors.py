@@ -126,7 +126,7 @@ def test_a_missing_file_is_the_systems_error(tmp_path):
     [
         ('{"a": 1, "a": 2}', "a key of its JSON occurs twice"),
         ("[" * 100_000, "cannot be read"),
-        ('{"a": ' * 5000 + "1" + "}" * 5000, "cannot be read"),
+        ('{"a": ' * 100_000 + "1" + "}" * 100_000, "cannot be read"),
         ("[1]", "is no object"),
         ("{", "cannot be read"),
         ('{"a": ' + "9" * 5000 + "}", "cannot be read"),

@@ -33,7 +33,7 @@ from importlib import import_module
 from pathlib import Path, PosixPath
 from types import ModuleType
 from typing import IO, Any
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import quote, unquote
 from urllib.request import Request, urlopen
 
@@ -332,6 +332,8 @@ def _naming(path: RemotePath) -> Iterator[None]:
         raise _replaced(path) from error
     except (errors.BaseError, FileNotFoundError, URLError) as error:
         why = _reason(error)
+        if isinstance(error, HTTPError):
+            error.close()  # it holds the connection
         if isinstance(error, FileNotFoundError) or why.startswith("404"):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from error
         if isinstance(error, denied) or why.startswith(("401", "403")):
