@@ -281,6 +281,15 @@ def test_new_entities_have_allowed_pairs_by_their_ids_or_rows():
         ]
 
 
+@pytest.mark.parametrize("package", ["polars", "pandas"])
+def test_a_column_of_ids_is_a_list_of_ids(model, package):
+    column = pytest.importorskip(package).Series(["i0", "i7"])
+    found, _ = model.recommend(["u1"], 3, allow=column, exclude_seen=False)
+    assert sorted(found[0][:2]) == ["i0", "i7"]
+    assert found[0][2] is None
+    assert not set(model.recommend(["u1"], 9, deny=column)[0][0]) & {"i0", "i7"}
+
+
 def test_tables_and_allowed_pairs_that_say_nothing(model):
     with pytest.raises(ValueError, match="table"):
         model.recommend(["u1"], where="year > 3")

@@ -312,9 +312,9 @@ def is_sparse(value: object) -> TypeGuard[sp.csr_matrix]:
 
 def is_frame(given: object) -> TypeGuard[TableLike]:
     """Whether something is a table with named columns: of polars, pandas or pyarrow, or a mapping of columns."""
-    return isinstance(given, Mapping) or any(
-        hasattr(given, name) for name in ("collect_schema", "column_names", "__arrow_c_stream__", "__dataframe__")
-    )
+    names = ("collect_schema", "column_names", "__arrow_c_stream__", "__dataframe__")
+    single = hasattr(given, "to_list")  # a column of polars or pandas
+    return isinstance(given, Mapping) or (not single and any(hasattr(given, name) for name in names))
 
 
 def is_table(given: object) -> TypeGuard[TableLike | str | os.PathLike[str]]:
