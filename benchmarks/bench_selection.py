@@ -12,8 +12,8 @@
 Each set is split three times. Sets of ids: a fifth of each left entity's pairs is the test part, Recall@20 / NDCG@20.
 Sets with features: a fifth of the entities of one side is new, MAP@5 / Recall@20 (P@1 / P@3 / P@5 of documents).
 Rows are the default, the same by rules (`select=False`), the same with twice the iterations and popularity. Seconds are
-those of the fits. DATA holds the folders of public sets that benchmarks/features/sets.py reads; sets that are not there
-are left out. Each mode writes its section of FOLDER/selection.json.
+the medians of --repeats fits. DATA holds the folders of public sets that benchmarks/features/sets.py reads; sets that
+are not there are left out. Each mode writes its section of FOLDER/selection.json.
 
 With --peers, rows are EASE, the objective of ALS, a softmax over all right entities by AdamW (--trials) and
 random settings (--random). They have the best of so many trials on the test part, so they are upper bounds, not
@@ -442,15 +442,19 @@ def measured(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
     """The rows of one split: metrics, and seconds of fits."""
     device, rows = given.device, part.popularity()
     part.fit(device=device, max_iterations=1)  # compiles, also what ranks held-out data
-    models = {}
-    for row, select in (("by rules", False), ("default", True)):
-        start = time.perf_counter()
-        models[row] = part.fit(device=device, select=select)
-        seconds = time.perf_counter() - start
-        rows[row] = {"metrics": part.scores(models[row], device), "seconds": seconds}
+    models, seconds = {}, {"by rules": [], "default": []}
+    for _ in range(given.repeats):
+        for row, select in (("by rules", False), ("default", True)):
+            start = time.perf_counter()
+            models[row] = part.fit(device=device, select=select)
+            seconds[row].append(time.perf_counter() - start)
+    for row, model in models.items():
+        rows[row] = {"metrics": part.scores(model, device), "seconds": float(np.median(seconds[row]))}
     rows["default"] |= {"selection": str(models["default"].path_)}
     start = time.perf_counter()
-    longer = part.fit(device=device, select=False, **_twice(models["default"]))
+    chosen, plain = models["default"].path_.chosen, models["by rules"].history_[-1].iteration
+    twice = {**chosen, "max_iterations": 2 * chosen.get("max_iterations", plain)}
+    longer = part.fit(device=device, select=False, **twice)
     rows["twice the iterations"] = {"metrics": part.scores(longer, device), "seconds": time.perf_counter() - start}
     if given.tune:
         model = gt.TwoTower(device=device)
@@ -513,7 +517,7 @@ def objectives(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def without(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
-    """The default, and the same where one of its settings is given as the rule has it."""
+    """The default, the same where one of its settings is given as the rule has it, and the same from a random start."""
     device = given.device
     rule = part.fit(device=device, select=False)
     fixed: dict[str, Any] = {"omega": rule.omega_}
@@ -526,6 +530,9 @@ def without(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
         same = default.path_.chosen.get(name, value) == value  # the choice was the rule's
         model = default if same else part.fit(device=device, **{name: value})
         rows[f"{name} by rule"] = {"metrics": part.scores(model, device)}
+    if default.path_.continued:
+        scratch = part.fit(device=device, select=False, **default.path_.chosen)
+        rows["from a random start"] = {"metrics": part.scores(scratch, device)}
     return rows
 
 
@@ -582,11 +589,6 @@ def in_parallel(given: argparse.Namespace, names: list[str]) -> None:
         raise SystemExit(f"failed: {failed}")
 
 
-def _twice(model: gt.TwoTower) -> dict[str, Any]:
-    """The settings that were chosen, with twice the iterations."""
-    return {**model.path_.chosen, "max_iterations": 2 * model.history_[-1].iteration}
-
-
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -598,6 +600,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the random settings")
     parser.add_argument("--peers", action="store_true", help="other methods and random settings instead")
     parser.add_argument("--trials", type=int, help="of AdamW: --losses, and a softmax with --peers; 8, but 0 on a CPU")
+    parser.add_argument("--repeats", type=int, default=1, help="of the fits by rules and by default, which alternate")
     parser.add_argument("--tune", type=float, default=0.0, help="seconds to tune the default for, on sets of ids")
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path)
