@@ -15,12 +15,15 @@ import gramtower as gt
 from gramtower._util.checks import check_hidden
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import per_user
+from gramtower.distributed.group import Group, Pending
 from gramtower.distributed.partition import write_partition
+from gramtower.distributed.shards import Rows, Shards
+from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.experiments import figures
 from gramtower.experiments.tuning import search
 from gramtower.model import penalty_path
 from gramtower.model.fitted import Selection
-from gramtower.model.penalty_path import _held_pairs
+from gramtower.model.penalty_path import Start, _held_pairs
 from gramtower.model.unseen import UnseenValidator
 from gramtower.training.loop import minimize
 
@@ -184,7 +187,7 @@ def test_iterations_and_sizes_that_are_given_are_not_chosen():
     assert not {"hidden", "dim"} & set(sized.path_.chosen)
 
 
-def test_the_path_of_ids_takes_no_more_iterations_than_four_fits(monkeypatch):
+def test_the_path_of_ids_and_the_fit_after_it_take_no_more_iterations_than_four_fits(monkeypatch):
     made = []
 
     def counted(*arguments, **options):
@@ -193,10 +196,52 @@ def test_the_path_of_ids_takes_no_more_iterations_than_four_fits(monkeypatch):
         return result
 
     monkeypatch.setattr(penalty_path, "minimize", counted)
-    fit = small().fit(faint()).history_[-1].iteration
+    last, fit = (small(select=select).fit(faint()).history_[-1].iteration for select in (True, False))
     assert made[0] == fit  # the first point converges, as its neighbours go on from it
     assert set(made[1:-1]) == {fit // 2}  # a quarter would not do: they would still rank as the one before
-    assert sum(made) <= 4 * fit
+    assert sum(made) + last <= 4 * fit
+
+
+def test_a_fit_of_ids_continues_from_the_best_point_with_half_of_the_iterations():
+    model, scratch = small().fit(faint()), small(select=False).fit(faint())
+    assert model.path_.continued
+    assert len(model.history_) - 1 == (len(scratch.history_) - 1) // 2
+    chosen = small(select=False, **model.path_.chosen)
+    assert model.history_[0].value < chosen.fit(faint()).history_[2].value  # it starts close to the minimum
+    assert small(max_iterations=5).fit(faint()).history_[-1].iteration == 5
+
+
+def test_a_fit_starts_from_scratch_where_the_path_knew_other_data():
+    split = per_user(gt.Interactions.from_matrix(faint()), 0.2, seed=1)
+    assert not small(max_iterations=2).fit(split.train, validation=split.test).path_.continued
+    assert not small(max_iterations=2, optimizer="lbfgs").fit(faint()).path_.continued
+    assert not small(max_iterations=2, hidden=(8,)).fit(faint()).path_.continued
+    assert not small(max_iterations=2).fit(faint(), *random_features(faint())).path_.continued
+
+
+def test_a_start_is_cut_to_the_rows_that_a_process_has_in_the_fit():
+    whole = {"left": torch.arange(12.0).view(4, 3), "right": torch.arange(15.0).view(5, 3)}
+
+    class Second(Group):
+        """The second of two processes, to which the rows of the first one come."""
+
+        def gather_rows(self, rows, counts, out=None):
+            complete = next(table for table in whole.values() if len(table) == sum(counts))
+            assert torch.equal(rows, complete[counts[0] :])
+            return Pending(lambda: complete)
+
+    def rows(left, right):
+        return Shards(Second(), Rows((0, left, 4), 1), Rows((0, right, 5), 1))
+
+    before, after = (mlp_towers(gt.Problem(sp.eye(*shape, format="csr")), (), 3) for shape in ((3, 2), (2, 2)))
+    held = before.parameters()
+    for side, table in whole.items():
+        held[before.local_names(side)["0.weight"]].copy_(table[-len(held[before.local_names(side)["0.weight"]]) :])
+    start = Start(held, rows(1, 3))
+    start.load_into(after, rows(2, 3))
+    for side, table in whole.items():
+        assert torch.equal(after.parameters()[after.local_names(side)["0.weight"]], table[-2:])
+    assert start.parameters is None
 
 
 def test_the_error_of_held_out_right_entities_is_that_of_drawing_others(monkeypatch):
@@ -251,8 +296,6 @@ def test_a_chosen_omega_is_half_of_the_rule_for_all_pairs_and_stays_in_files_and
     pairs = offset().astype(np.float32)
     model = small().fit(pairs)
     assert model.omega_ == model.path_.chosen["omega"] == pytest.approx(small(select=False).fit(pairs).omega_ / 2)
-    given = small(omega=model.omega_, embedding_l2=model.embedding_l2_).fit(pairs)
-    assert np.array_equal(model.embed(side="left"), given.embed(side="left"))
     model.save(tmp_path / "model")
     updated = [one.update(pairs) for one in (model, gt.load(tmp_path / "model"))]
     assert all(one.omega_ == model.omega_ for one in updated)
@@ -390,6 +433,7 @@ def test_a_large_set_is_chosen_for_by_a_sample_of_its_left_entities(monkeypatch)
     model = small().fit(faint())
     assert model.path_.tried
     assert model.left_.embeddings.shape[0] == 300
+    assert not model.path_.continued
     ranked = int(model.path_.held_out.split(" pairs of ")[1].split()[0])
     assert 50 <= ranked < 230  # of 300
 

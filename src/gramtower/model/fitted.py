@@ -97,6 +97,7 @@ class Selection:
     # whether the towers learn only from ids, although features were given next to them: these ranked the held-out pairs
     # of known entities no better, and serve to embed new ones
     ids_only: bool = False
+    continued: bool = False  # whether the fit of all pairs starts from the best point and takes half of the iterations
 
     def __str__(self) -> str:
         if not self.tried:

@@ -48,8 +48,8 @@ from gramtower.model.fit_parts import (
     stored_features,
 )
 from gramtower.model.fitted import CANDIDATES, FittedModel, Selection, pattern_of
-from gramtower.model.penalty_path import HOLDS, KEPT, HeldOut, select
-from gramtower.model.settings import ModelSettings
+from gramtower.model.penalty_path import HOLDS, KEPT, HeldOut, Start, continued_iterations, select
+from gramtower.model.settings import ModelSettings, given
 from gramtower.model.side import Side, appended
 from gramtower.model.unseen import Unseen, hold_out_entities, move_expected_ids, with_feature_columns
 from gramtower.optim.solvers import as_solver
@@ -93,33 +93,33 @@ def fit(
             check.fail("refit", True, "False, or validation as a share: processes that share a folder do not add pairs")
         if validation is None:
             check.fail("refit", True, "validation as well: a share such as 0.1, or pairs, to find the iterations")
-    path = None if previous is None else previous.path
+    path, start = None if previous is None else previous.path, None
     if not isinstance(settings.select, bool) and settings.select not in HOLDS:
         check.fail("select", repr(settings.select), "True (auto), False (off), 'pairs', 'left' or 'right'")
     if settings.select and previous is None:
-        given = None if validation is None else HeldOut(train, known, held_out, unseen)
-        path = _selected(settings, pairs, features, given, checkpoint)
+        part = None if validation is None else HeldOut(train, known, held_out, unseen)
+        path, start = _selected(settings, pairs, features, part, checkpoint)
         settings = settings.with_changes(**path.chosen)
-    by_ids = path is not None and path.ids_only
     if not refit:
-        found = _fit(settings, train, known, held_out, previous, checkpoint, history, watchers, unseen, by_ids)
-        return replace(found, path=path)
+        return _fit(
+            settings, train, known, held_out, previous, checkpoint, history, watchers, unseen, path=path, start=start
+        )
     everything = rejoined(pairs, validation) if train is pairs else pairs
     first_history = None if history is None else validated_history(check.path("history", history))
-    found = _fit(settings, train, known, held_out, previous, checkpoint, first_history, watchers, unseen, by_ids)
+    found = _fit(settings, train, known, held_out, previous, checkpoint, first_history, watchers, unseen, path=path)
     if found.reason is Reason.INTERRUPTED:
-        return replace(found, path=path)
+        return found
     count = best_iteration(found)
     if count == 0 and previous is None:  # an untrained model is never useful
         warnings.warn("validation never improved over the random start; training for 1 iteration", stacklevel=3)
         count = 1
     again = None if checkpoint is None else refit_checkpoint(check.path("checkpoint", checkpoint))
     last = settings.with_changes(max_iterations=count)
-    final = _fit(last, everything, features, None, previous, again, history, watchers, ids_only=by_ids)
+    final = _fit(last, everything, features, None, previous, again, history, watchers, path=path)
     reason, message = final.reason, final.message
     if reason is Reason.MAX_ITERATIONS:  # the number of them was found, and how is what there is to say
         reason, message = found.reason, f"{found.message}; then all pairs were fitted for {count} iterations"
-    return replace(final, reason=reason, message=message, best_metric=found.best_metric, path=path)
+    return replace(final, reason=reason, message=message, best_metric=found.best_metric)
 
 
 def joined_features(features: Both, pairs: FitPairs, previous: FittedModel | None = None) -> Both:
@@ -140,7 +140,7 @@ def selection_file(checkpoint: Path) -> Path:
 
 def _selected(
     settings: ModelSettings, pairs: FitPairs, features: Both, given: HeldOut | None, checkpoint: str | Path | None
-) -> Selection:
+) -> tuple[Selection, Start | None]:
     """Settings chosen by held-out data; a continued run takes those in the file next to its checkpoint."""
     if checkpoint is None:
         return select(settings, pairs, features, given)
@@ -148,13 +148,13 @@ def _selected(
     file = selection_file(path)
     if group.from_first(path.exists() and file.exists()):
         try:
-            return build(str(file), Selection, json.loads(file.read_text("utf-8")))
+            return build(str(file), Selection, json.loads(file.read_text("utf-8"))), None
         except ValueError as error:
             raise ValueError(f"checkpoint: {error}; delete {file.name} to choose settings again") from error
-    found = select(settings, pairs, features, given)
+    found, start = select(settings, pairs, features, given)
     if group.rank == 0 and found.tried:
         write_text(file, json.dumps(asdict(found)))
-    return found
+    return found, start
 
 
 def refit_checkpoint(checkpoint: Path) -> Path:
@@ -175,13 +175,14 @@ def best_iteration(fitted: FittedModel) -> int:
 def _fit(
     settings: ModelSettings, pairs: FitPairs, features: Both, validation: FitPairs | None, previous: FittedModel | None,
     checkpoint: str | Path | None, history: str | Path | None, callbacks: list[Callback], unseen: Unseen | None = None,
-    ids_only: bool = False,
+    *, path: Selection | None = None, start: Start | None = None,
 ) -> FittedModel:  # fmt: skip
+    """Fit towers to all given pairs, from ``start`` or a checkpoint if there is one."""
     options = settings.solver_options()
     if previous is not None:
         settings = sized_as(settings, previous)
     whole = prepare_data(settings, pairs, *features, validation)
-    ids_only = ids_only and whole.ids_suffice
+    ids_only = path is not None and path.ids_only and whole.ids_suffice
     data = whole.by_ids() if ids_only else whole
     if previous is not None:
         refuse_increment(previous, data)
@@ -190,10 +191,15 @@ def _fit(
         towers = make_towers(settings, data, problem, None if ids_only else previous)
         if ids_only and previous is not None:
             start_from_outputs(previous, towers, whole)
+        if start is not None:
+            start.load_into(towers, data.shards)
+        count = iterations(settings, data, problem, towers)
+        if path is not None and path.continued and previous is None and given(settings.max_iterations) is None:
+            count = continued_iterations(count)
         moved = data.refine and _has_room(settings, data, problem.plan(towers).needs.columns)
         measure = make_validation(settings, data, unseen)
         result = minimize(
-            problem, towers, settings.optimizer, iterations(settings, data, problem, towers), settings.time_limit,
+            problem, towers, settings.optimizer, count, settings.time_limit,
             settings.seed, callbacks, validation=measure, patience=None if measure is None else settings.patience,
             checkpoint=checkpoint, history=history,
             verbose=settings.verbose, **options,
@@ -219,7 +225,7 @@ def _fit(
         dim=right.shape[1], hidden=data.hidden if settings.towers is None else ((), ()),
         normalize=data.normalize and settings.towers is None, refine=moved,
         history=result.history, reason=result.reason, message=result.message, best_metric=result.best_metric,
-        activation=data.activation, auto_weights=auto_weights(data), names=_names(pairs, previous), **chosen,
+        activation=data.activation, auto_weights=auto_weights(data), names=_names(pairs, previous), path=path, **chosen,
     )  # fmt: skip
 
 
@@ -303,8 +309,8 @@ def update(
         expected = f"{pairs.shape[0]:,} and {pairs.shape[1]:,} rows, of all entities, old and new: "
         check.fail("imputed", f"{shown} rows", expected + "model.set_params(imputed=(P̃, Q̃)) before update")
     found = fit(settings, pairs, *features, previous=fitted, callbacks=callbacks)
-    for before, given, there in zip(fitted.sides, features, kept, strict=True):
-        found = _with_kept(found, before, GivenFeatures(before.name, given)) if there else found
+    for before, table, there in zip(fitted.sides, features, kept, strict=True):
+        found = _with_kept(found, before, GivenFeatures(before.name, table)) if there else found
     return found
 
 

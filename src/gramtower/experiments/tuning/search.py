@@ -93,7 +93,7 @@ def tune(
     others = partial(draw, _other(seed)) if isinstance(validation, Real) else None
     path = None
     if model.select:
-        path = select(model, parts.train, parts.features, validation_part(parts))
+        path, _ = select(model, parts.train, parts.features, validation_part(parts))
         model = model.with_changes(**_lasting(path))
     data = prepare_data(model, parts.train, *parts.features)
     start = start_values(model, parts, data)
