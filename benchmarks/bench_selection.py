@@ -18,7 +18,7 @@ are not there are left out. Each mode writes its section of FOLDER/selection.jso
 With --peers, rows are EASE, the objective of ALS, a softmax over all right entities by AdamW (--trials) and
 random settings (--random). They have the best of so many trials on the test part, so they are upper bounds, not
 choices. One row of random settings is a choice: the best on one half of the test entities, measured on the other half,
-both ways. --seconds ends the random settings of a split early.
+both ways. --seconds ends the draws of a split early.
 
 With --without, the default is compared with itself less one choice at a time, with --simpler by simpler rules for where
 it starts. Aim: a choice that gains on all other sets on average does not lose on this one.
@@ -170,15 +170,13 @@ class Ids:
         ranked = self.ranked(torch.ones(self.test.shape[0], 1), torch.from_numpy(counts)[:, None])
         return {"popularity": {"metrics": ranked}}
 
-    def peers(self, device: str, base: gt.TwoTower, trials: int) -> dict[str, list[float]]:
+    def peers(self, given: argparse.Namespace, base: gt.TwoTower) -> dict[str, list[float]]:
         """Metrics of other methods, each with the best of a few settings on the test part."""
-        found = {}
+        found, device = {}, given.device
         if self.train.shape[1] <= (45_000 if device == "cuda" else 5_000):
             found["EASE, best of 4 on the test part"] = self._ease(device)
         found["ALS, best of 6 on the test part"] = self._als(device, base)
-        if trials:
-            found[f"softmax, best of {trials} on the test part"] = by_adamw(self, device, trials)
-        return found
+        return found | (by_adamw(self, given) if given.trials else {})
 
     def inputs(self) -> list[sp.csr_matrix | None]:
         """Features of the left, the right and the new left entities that a softmax sees; None for ids."""
@@ -252,11 +250,9 @@ class Features(Ids):
         new = on(device, model, self.set.side, self.set.new)
         return (new, on(device, model, "right")) if self.set.side == "left" else (on(device, model, "left"), new)
 
-    def peers(self, device: str, base: gt.TwoTower, trials: int) -> dict[str, list[float]]:
+    def peers(self, given: argparse.Namespace, base: gt.TwoTower) -> dict[str, list[float]]:
         """Metrics of a softmax, where new left entities are ranked for."""
-        if not trials or self.set.side != "left":
-            return {}
-        return {f"softmax, best of {trials} on the test part": by_adamw(self, device, trials)}
+        return by_adamw(self, given) if given.trials and self.set.side == "left" else {}
 
     def inputs(self) -> list[sp.csr_matrix | None]:
         """Features of the left, the right and the new left entities."""
@@ -368,21 +364,17 @@ LOSSES = {
 
 def losses(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
     """Metrics of linear towers by AdamW for each loss, with the best of the same number of draws."""
-    return {
-        f"{name}, best of {given.trials} on the test part": {
-            "metrics": by_adamw(part, given.device, given.trials, name)
-        }
-        for name in LOSSES
-    }
+    return {row: {"metrics": found} for name in LOSSES for row, found in by_adamw(part, given, name).items()}
 
 
-def by_adamw(part: Ids, device: str, trials: int, loss: str = "softmax") -> list[float]:
+def by_adamw(part: Ids, given: argparse.Namespace, loss: str = "softmax") -> dict[str, list[float]]:
     """Metrics of linear towers and right biases that AdamW fits to a loss over all pairs.
 
     The best of random rates, decays, constants of the loss, sizes and weights of left entities on the test part, each
-    of which is looked at four times along its way. All losses have the same draws.
+    of which is looked at four times along its way. All losses have the same draws, of which --seconds may allow fewer.
     """
-    rng, rows = np.random.default_rng(0), part.train.shape[0]
+    rng, rows, device = np.random.default_rng(0), part.train.shape[0], given.device
+    ends, trial = time.perf_counter() + given.seconds, 0
 
     def scaled(X: sp.csr_matrix | None, like: sp.csr_matrix | None) -> sp.csr_matrix | None:
         if X is None or like is None:
@@ -398,16 +390,17 @@ def by_adamw(part: Ids, device: str, trials: int, loss: str = "softmax") -> list
         places = (torch.from_numpy(x.astype(np.int64)) for x in (X.indptr, X.indices))
         return torch.sparse_csr_tensor(*places, torch.from_numpy(X.data), size=X.shape).to(device)
 
-    given = part.inputs()
-    left, right, new = scaled(given[0], given[0]), scaled(given[1], given[1]), scaled(given[2], given[0])
+    inputs = part.inputs()
+    left, right, new = (scaled(X, like) for X, like in zip(inputs, (inputs[0], inputs[1], inputs[0]), strict=True))
     order, batches = rng.permutation(rows), []
     for chosen in np.array_split(order, max(1, round(rows / _BATCH))):
         pairs = part.train[chosen].tocoo()
-        inputs = torch.from_numpy(chosen).to(device) if left is None else placed(left[chosen])
-        batches.append((inputs, *(torch.from_numpy(x.astype(np.int64)).to(device) for x in (pairs.row, pairs.col))))
+        seen = torch.from_numpy(chosen).to(device) if left is None else placed(left[chosen])
+        batches.append((seen, *(torch.from_numpy(x.astype(np.int64)).to(device) for x in (pairs.row, pairs.col))))
     every = [None if X is None else placed(X) for X in (right, new)]
     best: list[float] | None = None
-    for _ in range(trials):
+    while trial < given.trials and (trial == 0 or time.perf_counter() < ends):
+        trial += 1
         rate, decay, drawn = 10 ** rng.uniform(-3, -1), 10 ** rng.uniform(-3, 1), rng.uniform(0, 1)
         constant = 2 ** (4 * drawn if loss == "softmax" else 8 * drawn - 4)  # of the softmax an inverse temperature
         dim, power, steps = int(rng.choice([64, 128, 256])), float(rng.choice([0.5, 1.0])), int(rng.choice([120, 400]))
@@ -420,8 +413,8 @@ def by_adamw(part: Ids, device: str, trials: int, loss: str = "softmax") -> list
         bias = torch.zeros(part.train.shape[1], device=device, requires_grad=True)
         optimizer = torch.optim.AdamW([W, V, bias], lr=rate, weight_decay=decay)
         for step in range(steps):
-            inputs, i, j = batches[step % len(batches)]
-            P, Q = W[inputs] if left is None else inputs @ W, V if every[0] is None else every[0] @ V
+            seen, i, j = batches[step % len(batches)]
+            P, Q = W[seen] if left is None else seen @ W, V if every[0] is None else every[0] @ V
             degrees = torch.bincount(i, minlength=len(P)).float()
             own = degrees.clamp(min=1) ** (power - 1)
             value = (own * LOSSES[loss](P @ Q.T + bias, i, j, degrees, constant)).sum() / len(i)
@@ -435,7 +428,7 @@ def by_adamw(part: Ids, device: str, trials: int, loss: str = "softmax") -> list
                     found = part.ranked(torch.cat([P, ones], 1), torch.cat([Q, bias[:, None]], 1))
                 best = found if best is None or found[-1] > best[-1] else best
     assert best is not None
-    return best
+    return {f"{loss}, best of {trial} on the test part": best}
 
 
 def measured(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
@@ -466,7 +459,7 @@ def measured(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
 def compared(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
     """Metrics of other methods and of random settings around those of a model by rules."""
     base = part.fit(device=given.device, select=False, max_iterations=1)
-    rows = {peer: {"metrics": row} for peer, row in part.peers(given.device, base, given.trials).items()}
+    rows = {peer: {"metrics": row} for peer, row in part.peers(given, base).items()}
     rng, tried, ends = np.random.default_rng(given.seed), [], time.perf_counter() + given.seconds
     while len(tried) < given.random and time.perf_counter() < ends:
         options = part.random(rng, base)
@@ -596,7 +589,7 @@ def main() -> None:
     parser.add_argument("--splits", default="0,1,2")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--random", type=int, default=0, help="random settings to try, with --peers")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="of random settings, on each split")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of random settings and AdamW, a split")
     parser.add_argument("--seed", type=int, default=0, help="of the random settings")
     parser.add_argument("--peers", action="store_true", help="other methods and random settings instead")
     parser.add_argument("--trials", type=int, help="of AdamW: --losses, and a softmax with --peers; 8, but 0 on a CPU")
