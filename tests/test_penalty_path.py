@@ -271,15 +271,14 @@ def offset(seed=0):
     return sp.csr_matrix(rng.random((300, 200)) < rate[:, None] * np.where(left[:, None] == right, 2.0, 0.4))
 
 
-def test_half_of_omega_is_tried_last_and_chosen_only_beyond_noise(tmp_path):
+def test_half_of_omega_is_tried_last_and_kept_if_it_ranks_better(tmp_path):
     pairs = offset().astype(np.float32)
     path = (model := small().fit(pairs)).path_
     last, others = path.tried[-1], path.tried[:-1]
     rule = small(select=False).fit(pairs).omega_
     assert 0.8 * rule / 2 < last.settings["omega"] < rule / 2  # the part that is learned from has fewer pairs
     assert not any("omega" in point.settings for point in others)
-    gains = last.metric > max(point.metric for point in others)
-    assert gains or "omega" not in path.chosen
+    assert ("omega" in path.chosen) == (last.metric > max(point.metric for point in others))
     given = small(omega=rule).fit(pairs).path_
     assert not any("omega" in point.settings for point in given.tried)
     model.save(tmp_path / "model")
@@ -287,12 +286,14 @@ def test_half_of_omega_is_tried_last_and_chosen_only_beyond_noise(tmp_path):
 
 
 def test_a_chosen_omega_is_half_of_the_rule_for_all_pairs_and_stays_in_files_and_updates(tmp_path, monkeypatch):
-    error = penalty_path._Search.error
+    point = penalty_path._Search.point
 
-    def always(search, one, other=None):
-        return -1.0 if "omega" in one.settings and other is not None else error(search, one, other)
+    def better(search, shape, *args):
+        found = point(search, shape, *args)
+        found.metric += "omega" in shape.changes
+        return found
 
-    monkeypatch.setattr(penalty_path._Search, "error", always)
+    monkeypatch.setattr(penalty_path._Search, "point", better)
     pairs = offset().astype(np.float32)
     model = small().fit(pairs)
     assert model.omega_ == model.path_.chosen["omega"] == pytest.approx(small(select=False).fit(pairs).omega_ / 2)

@@ -21,9 +21,9 @@ linear and normalised towers are compared at the rule's value first. All points 
 two thirds and all of the iterations, and the best number of them is chosen with the penalty: networks that follow their
 training pairs more closely than new entities allow stop early.
 
-At the best penalty other objectives are compared with the default, one after the other, and a change stays if it gains
-more than one standard error: half of ω where every entity has an id, left weights by degree^0.5 and half of ω where
-features describe both sides.
+At the best penalty other objectives are compared with the default, one after the other: half of ω where every entity
+has an id, left weights by degree^0.5 and half of ω where features describe both sides. With ids a change stays if it
+ranks better, with features if it gains more than one standard error.
 
 Where features are given next to ids, the path is that of ids. Then a fit of ids and one of both, at the best penalty,
 rank the held-out pairs: features take part in training if they gain two standard errors. Otherwise known entities are
@@ -452,7 +452,7 @@ class _Search:
             default = self.problem, self.own
             self.problem, self.own = self.objective(self.settings.with_changes(**kept))
             found = self.point(shape, best.exponent, best.parameters, _OTHER)
-            if found.metric - best.metric > self.error(found, best):
+            if found.metric - best.metric > (0.0 if self.warm else self.error(found, best)):
                 best = found
             else:
                 self.problem, self.own = default
