@@ -20,8 +20,10 @@ random settings (--random). They have the best of so many trials on the test par
 choices. One row of random settings is a choice: the best on one half of the test entities, measured on the other half,
 both ways. --seconds ends the draws of a split early.
 
-With --without, the default is compared with itself less one choice at a time, with --simpler by simpler rules for where
-it starts. Aim: a choice that gains on all other sets on average does not lose on this one.
+With --without, the default is compared with itself less one choice at a time, and with the strongest penalty within one
+standard error of the best (of ids; with features, with a λ that moves by one standard error instead of two). With
+--simpler it is compared with simpler rules for where it starts. Aim: a choice that gains on all other sets on average
+does not lose on this one.
 
 With --losses, linear towers are fitted by AdamW to a softmax, to the square of this library with a constant and with a
 fitted label, to the variance form and to the listwise form (docs/evidence/defaults.md), each with the best of the same
@@ -55,7 +57,7 @@ from torch.nn import functional
 import gramtower as gt
 from gramtower.data.splits import per_user
 from gramtower.metrics import evaluate_embeddings, ranking_metrics
-from gramtower.model import defaults
+from gramtower.model import defaults, penalty_path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "features"))
 from sets import DATA, FeatureSet, _csr, _cut, load
@@ -526,7 +528,24 @@ def without(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
     if default.path_.continued:
         scratch = part.fit(device=device, select=False, **default.path_.chosen)
         rows["from a random start"] = {"metrics": part.scores(scratch, device)}
+    wary = {"_SURE": 1.0} if isinstance(part, Features) else {"_top": strongest}
+    with patch.multiple(penalty_path, **wary):
+        model = part.fit(device=device)
+    rows["l2 by one error" if isinstance(part, Features) else "strongest within one error"] = {
+        "metrics": part.scores(model, device)
+    }
     return rows
+
+
+def strongest(points: list[Any], best: Any) -> float:
+    """The exponent of the strongest penalty of a path whose metric is within one standard error of the best."""
+
+    def error(point: Any) -> float:
+        gaps = best.values - point.values
+        gaps = gaps[np.isfinite(gaps)]
+        return float(np.std(gaps) / np.sqrt(max(1, len(gaps) - 1)))
+
+    return max(point.exponent for point in points if best.metric - point.metric <= error(point))
 
 
 def simpler(part: Ids, given: argparse.Namespace) -> dict[str, Any]:

@@ -538,16 +538,55 @@ def table_peers(kind: str) -> list[list[str]]:
     return rows
 
 
-def table_without() -> list[list[str]]:
-    """The default on sets with features on both sides, and relative to it with one setting as the rule has it."""
-    sets = load("selection")["without-cuda"]["sets"]
-    names = sorted({row for one in sets.values() for row in one["rows"]} - {"default"})
-    rows = [["MAP@5 / Recall@20", "default", *names]]
-    for data, one in sets.items():
-        found = {row: result["metrics"] for row, result in one["rows"].items()}
-        parts = [[a / b for a, b in zip(found[name], found["default"], strict=True)] for name in names]
-        rows.append([data.replace("+features", ""), *map(_joined, (found["default"], *parts))])
-    return rows
+def _relative(section: str, kind: str) -> dict[str, dict[str, list[float]]]:
+    """By set and row: the default's metrics, and those of each other row relative to them, means over the splits."""
+    parts: dict[str, list[dict[str, list[float]]]] = {}
+    for name, one in load("selection")[section]["sets"].items():
+        data = name.rpartition(" split ")[0]
+        if data.endswith("+features") == (kind == "features"):
+            found = {row: result["metrics"] for row, result in one["rows"].items()}
+            default = found.pop("default")
+            ratios = {row: [a / b for a, b in zip(of, default, strict=True)] for row, of in found.items()}
+            parts.setdefault(data.removesuffix("+features"), []).append({"default": default} | ratios)
+    return {
+        data: {
+            row: [statistics.fmean(column) for column in zip(*(one[row] for one in splits if row in one), strict=True)]
+            for row in dict.fromkeys(row for one in splits for row in one)
+        }
+        for data, splits in sorted(parts.items())
+    }
+
+
+def table_relative(section: str, kind: str) -> list[list[str]]:
+    """The default, and relative to it what --without or --simpler changes, by set."""
+    sets = _relative(section, kind)
+    names = list(dict.fromkeys(row for rows in sets.values() for row in rows))
+    return [
+        [_METRICS[kind], *names],
+        *([data, *(_joined(rows.get(name)) for name in names)] for data, rows in sets.items()),
+    ]
+
+
+def table_one_set_out(section: str, kind: str) -> list[list[str]]:
+    """What the default gains over each change of --without or --simpler, and whether one set decides that.
+
+    The gain on a set is the mean over its metrics. A choice that all sets but one support must not lose on that one.
+    """
+    sets = _relative(section, kind)
+    gains: dict[str, dict[str, float]] = {}
+    for data, rows in sets.items():
+        for row, ratios in rows.items():
+            if row != "default":
+                gains.setdefault(row, {})[data] = 1 / statistics.fmean(ratios) - 1
+    shown = [["the default over", "sets", "it differs on", "mean gain", "least mean without one set", "largest loss"]]
+    for row, found in gains.items():
+        values, worst = list(found.values()), min(found, key=lambda data: found[data])
+        others = [statistics.fmean([gain for name, gain in found.items() if name != data]) for data in found]
+        loss = f"{found[worst]:+.1%} on {worst}" if found[worst] < -5e-4 else "none"
+        differs = sum(abs(gain) > 1e-9 for gain in values)
+        cells = (f"{statistics.fmean(values):+.1%}", f"{min(others):+.1%}", loss)
+        shown.append([row, str(len(values)), str(differs), *(cell.replace("-", "−") for cell in cells)])
+    return shown
 
 
 def table_lightfm() -> list[list[str]]:
