@@ -332,6 +332,9 @@ def test_bad_features_are_one_line(files, fitted, tmp_path, capsys):
     assert "--right-features" in refusal(
         capsys, "fit", files / "train.csv", *COLUMNS, "--no-right-identity", "--out", out
     )
+    for flag, value in (("--right-id", "item"), ("--right-column", "a=text"), ("--right-encoder", "a=b")):
+        tokens = ("fit", files / "train.csv", *COLUMNS, flag, value, "--out", out)
+        assert f"{flag}: got" in refusal(capsys, *tokens)
     (tmp_path / "few.csv").write_text("user,parity\n95,odd\n")
     assert "got a table of user, parity, expected the column 'code'" in refusal(
         capsys, "recommend", fitted, "--left-features", tmp_path / "few.csv"
@@ -380,6 +383,22 @@ def test_lists_show_titles_of_a_table(files, fitted, shelf, tmp_path, capsys):
     }
     found = answer(capsys, "similar", fitted, "--right-features", new, "-k", 5)["answers"][-1]["results"]
     assert all("title" in hit for hit in found)  # of the run's own table
+
+
+def test_a_model_file_says_how_columns_of_ids_are_called(files, shelf, tmp_path, capsys):
+    plain, table = shelf
+    model = tmp_path / "alone.gramtower"
+    load(plain / "model.gramtower").save(model)
+    tokens = ["recommend", model, "--left", "07", "--right-table", table]
+    assert answer(capsys, *tokens)["answers"][0]["results"][0]["title"].startswith("Film")
+    (tmp_path / "own.csv").write_text("user,item\n07,item 3\n")
+    found = answer(capsys, *tokens, "--allow-pairs", tmp_path / "own.csv", "--include-seen")["answers"][0]["results"]
+    assert [hit["id"] for hit in found] == ["item 3"]
+    (tmp_path / "edges.csv").write_text("07,item 3\n07,item 4\n")
+    edges = ["--test", tmp_path / "edges.csv", "--format", "edges", "--no-exclude-seen"]
+    assert answer(capsys, "evaluate", model, *edges)["pairs"] == 2
+    (tmp_path / "test.csv").write_text("item,user\nitem 3,07\nitem 4,07\n")
+    assert answer(capsys, "evaluate", model, "--test", tmp_path / "test.csv", "--no-exclude-seen")["pairs"] == 2
 
 
 def test_lists_are_filtered_by_columns(shelf, tmp_path, capsys):

@@ -271,6 +271,7 @@ def test_the_command_line_asks_in_a_context(run, capsys):
     answer("split", run / "train.csv", *columns, "--by", "random", "--out", run / "parts")
     assert (run / "parts" / "train.csv").read_text().startswith("user,device,item\nu0,phone,")
     assert "context" in answer(*asked, "--context", "place=here", code=2)
+    assert "COLUMN=VALUE" in answer(*asked, "--context", "tv", code=2)
     assert "RUN: got a model with context" in answer("off-policy", run / "run", run / "test.csv", code=2)
     fit = ["fit", run / "train.csv", *columns, "--out", run / "x"]
     assert "--context" in answer(*fit, "--history", code=2)

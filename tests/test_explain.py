@@ -220,6 +220,24 @@ def test_columns_of_a_table_are_named_and_a_loaded_model_says_the_same(tmp_path)
     assert gt.load(tmp_path / "model").explain("u3", "i5", left_features=row) == found
 
 
+@pytest.mark.parametrize(("bits", "apart"), [(15, True), (1, False)])
+def test_hashed_text_is_named_by_its_words(bits, apart):
+    pytest.importorskip("polars")
+    ids = [str(key) for key in DATA.right_ids]
+    table = gt.FeatureTable({"item": ids, "title": [f"film {i}" for i in ids]}, "item", text=["title"], hash_bits=bits)
+    model = gt.TwoTower(hidden=(), store_features=True, **OPTIONS).fit(DATA, right_features=table)
+    found = model.explain("u3", "i5", side="right", right_features={"title": ["Great Film"]}).contributions
+    names = {one.name for one in found}
+    assert {word for name in names for word in name.removeprefix("title=").split("|")} == {
+        "great",
+        "film",
+        "great film",
+    }
+    assert (len(names) == 3) == apart
+    stored = model.explain("u3", "i5", side="right").contributions
+    assert all(one.name.startswith("title#") for one in stored)
+
+
 def test_known_entities_are_explained_by_their_stored_rows(tmp_path):
     pytest.importorskip("polars")
     rows = {"user": DATA.left_ids.tolist()[:-1], "city": [["Oslo", "Rome"][i % 2] for i in range(13)]}

@@ -202,3 +202,5 @@ def test_the_shell_estimates_the_reward_of_the_lists_of_a_model(tmp_path, capsys
         assert text in capsys.readouterr().err
     assert run([*command[:2], str(tmp_path / "bad.csv"), "--include-seen", "-k", "25"]) == 2
     assert "rewards" in capsys.readouterr().err
+    assert run([*command[:-1], "who"]) == 2
+    assert "--propensity: got 'u" in capsys.readouterr().err

@@ -189,6 +189,7 @@ def test_filters_select_what_they_say(table, where, expected):
         "__import__('os').system('true')", "year.__class__", "[x for x in year]", "year + 1 > 3", "lambda: 1",
         "category == year", "year in 3", "year == [3]", "year == None", "f'{year}'", "year\0", "(" * 5000,
         "not " * 2400, "a" * 10_001, "{[]} == year", {"categry": 3}, {"category": {"min": 3}}, 7,
+        "year == 'a'", "year != 'a'", "year in [1990, 'a']", {"year": "a"},
     ],
 )  # fmt: skip
 def test_expressions_that_are_none_are_refused_and_never_executed(table, where):
@@ -299,6 +300,17 @@ def test_tables_and_allowed_pairs_that_say_nothing(model):
         ids, scores = model.recommend(["u1"], 3, allow=gt.Interactions.from_arrays(["nobody"], ["i1"]))
     assert ids.tolist() == [[None] * 3]
     assert np.isneginf(scores).all()
+
+
+def test_ids_of_a_table_are_in_a_column_called_as_in_the_data(model):
+    pairs = gt.Interactions.from_arrays([1, 1, 2, 3], [7, 8, 9, 8], left_name="user", right_name="film")
+    small = gt.TwoTower(dim=2, max_iterations=1, select=False, device="cpu").fit(pairs)
+    table = pl.DataFrame({"title": ["a", "b"], "film": [8, 9], "new": [True, False]})
+    found = small.recommend([1, 2], 3, table=table, where="new", exclude_seen=False, as_frame=True)
+    assert found.select("user", "film", "title").rows() == [(1, 8, "a"), (2, 8, "a")]
+    assert set(small.similar([9], k=2, table=table, as_frame=True)["title"]) == {"a", None}
+    with pytest.raises(ValueError, match=r"ids such as 7$"):
+        small.recommend([1], table=table.drop("film"), where="new")
 
 
 def test_lists_on_parts_of_a_file_do_not_mix_rules(model):

@@ -58,8 +58,9 @@ def test_the_files_of_a_command_are_those_that_are_watched(path, tmp_path, monke
     taken = []
     monkeypatch.setattr(server, "serve", lambda sources, *_: taken.extend(sources))
     items = folder() / "items.csv"
-    assert run(["serve", str(path), "--right-table", str(items), "--right-id", "item", "--watch"]) == 0
+    assert run(["serve", str(path), "--right-table", str(items), "--watch"]) == 0
     assert taken[0].files == (items,)
+    assert taken[0].tables["right"].id == "item"  # as the model says
 
 
 @pytest.mark.parametrize("damage", ["garbage", "empty", "cut", "flipped", "gone", "folder"])

@@ -143,7 +143,7 @@ def ids(name: str, value: object) -> list[Any]:
     found = [value] if isinstance(value, (str, int, np.integer)) else listed(name, value, "ids")
     for one in found:
         if not isinstance(one, Hashable):
-            fail(name, repr(one), "ids: text or whole numbers")
+            fail(name, type(one).__name__, "ids: text or whole numbers")
     return found
 
 

@@ -18,7 +18,7 @@ from gramtower.cli.formats import ReadOptions, names_in
 from gramtower.cli.options import Common, Settings, Switch, Texts, parse_option
 from gramtower.cli.output import Table, silent
 from gramtower.data.entity_table import EntityTable
-from gramtower.data.frames import pick, polars
+from gramtower.data.frames import numbers, pick
 from gramtower.data.ids import Key, as_known, as_objects, id_series, join
 from gramtower.metrics import linear_rewards, list_targets
 from gramtower.metrics import off_policy as estimates
@@ -135,7 +135,7 @@ def off_policy(
         check.fail("RUN", "a model with context columns", instead)
     frame = reading.read_frame("LOG", log)
     r, p = (
-        frame[pick(name, column, frame.columns)].cast(polars().Float64, strict=False).fill_null(np.nan).to_numpy()
+        numbers(name, frame[pick(name, column, frame.columns)]).to_numpy()
         for name, column in (("--reward", reward), ("--propensity", propensity))
     )
     rows, shown = (
@@ -282,6 +282,9 @@ def recommend(
     if history is not None:
         options["histories"] = [keys_of(model, "right", history)]
     if context is not None:
+        for text in context:
+            if "=" not in text:
+                check.fail("--context", repr(text), "COLUMN=VALUE")
         options["context"] = {name: value for name, _, value in (text.partition("=") for text in context)}
     known = None if left_features is not None or history is not None else keys_of(model, "left", asked)
     found, values = model.recommend(known, k, **options)
@@ -305,14 +308,9 @@ def listed(flag: str, given: list[str] | None) -> list[str] | None:
 
 
 def _right_table(
-    model: TwoTower,
-    settings: Settings,
-    path: Path | None,
-    id: str | None,
-    title: str | None,
-    new: DataFrame | None,
+    model: TwoTower, settings: Settings, path: Path | None, id: str | None, title: str | None, new: DataFrame | None,
     common: Common,
-) -> _Titled | None:
+) -> _Titled | None:  # fmt: skip
     """The table with titles of right entities, its ids, those of the model and of the ``new`` rows, and its frame.
 
     Without a table of its own it is the one that the model was fitted with, if its file is still there.
@@ -419,14 +417,9 @@ def keys_of(model: TwoTower, side: str, ids: list[str] | None) -> list[Key] | No
 
 
 def _show(
-    asked_name: str,
-    asked: Sequence[Key],
-    heads: tuple[str, str],
-    found: NDArray[np.generic],
-    scores: NDArray[np.float32],
-    common: Common,
-    table: _Titled | None = None,
-) -> int:
+    asked_name: str, asked: Sequence[Key], heads: tuple[str, str], found: NDArray[np.generic],
+    scores: NDArray[np.float32], common: Common, table: _Titled | None = None,
+) -> int:  # fmt: skip
     """One list for each entity asked about, with titles where there are some; places without an answer are left out.
 
     ``asked_name`` is the key of an entity in JSON; ``heads`` are the heads of the columns of ids.

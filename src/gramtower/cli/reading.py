@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gramtower._util import checks as check
 from gramtower._util.files import as_path, is_remote
-from gramtower.cli.formats import FORMATS, DataOptions, ReadOptions, find_format, parquet_arguments
+from gramtower.cli.formats import FORMATS, DataOptions, ReadOptions, find_format, guess_format, parquet_arguments
 from gramtower.cli.options import Settings, parse_option, read_config
 from gramtower.data import frames, readers, splits
 from gramtower.data.ids import Ids, as_ids, as_objects, id_series, index_of, join
@@ -109,6 +109,9 @@ def read_like(
     Options named in ``without`` are those of the run that the file need not have.
     """
     given = settings.data.path
+    kind = None if flags is None else flags.format
+    if given is None and path.exists() and (kind or guess_format(path, name)) not in ("csv", "parquet"):
+        without = [*without, "left", "right", "context"]  # names of columns, which this file does not have
     settings = replace(settings, data=replace(settings.data, **dict.fromkeys(without)))
     if given is not None and Path(given).suffixes != path.suffixes:
         settings = replace(settings, data=replace(settings.data, format=None))
@@ -160,6 +163,9 @@ def tower_features(
                 table = read_table(side, as_path(path), settings)
             report[side] = _report_join(side, called, table, ids, say, processes)
             parts.append(table)
+        for flag in () if path is not None else ("id", "column", "encoder"):
+            if (value := getattr(settings.features, f"{side}_{flag}")) is not None:
+                check.fail(f"--{side}-{flag}", repr(value), f"--{side}-features as well: the table that it is about")
         identity, scale = getattr(settings.features, f"{side}_identity"), settings.features.identity_scale
         if side == "left" and isinstance(pairs, Interactions) and pairs.context:
             if parts or identity:
@@ -422,5 +428,14 @@ def settings_of(run: Path) -> Settings:
 
 
 def open_model(run: Path) -> tuple[TwoTower, Settings]:
-    """Load the model of a run (a folder or a model file) and the settings it was made with."""
-    return load(model_file(run)), settings_of(run)
+    """Load the model of a run (a folder or a model file) and the settings it was made with.
+
+    A model file without the folder of a run says by its names how the columns of ids are called.
+    """
+    model, settings = load(model_file(run)), settings_of(run)
+    if settings.data.path is None:
+        left, right = model.fitted_.list_columns
+        known = model.fitted_.combinations
+        context = None if known is None else ",".join(known.columns[1:])
+        settings = replace(settings, data=replace(settings.data, left=left, right=right, context=context))
+    return model, settings

@@ -13,10 +13,10 @@ from cyclopts import Parameter
 from gramtower._util import checks as check
 from gramtower._util.checks import missing
 from gramtower._util.files import as_path
-from gramtower.cli.options import Common, Switch, Texts
+from gramtower.cli.options import Common, Settings, Switch, Texts
 from gramtower.cli.output import print_json, silent
 from gramtower.cli.program import was_terminated
-from gramtower.cli.reading import id_column, model_file, read_frame, read_like, settings_of
+from gramtower.cli.reading import id_column, model_file, open_model, read_frame, read_like, settings_of
 from gramtower.data.interactions import Interactions
 from gramtower.model.two_tower import load
 from gramtower.serving.ann_index import build_index, index_path, write_index
@@ -144,11 +144,17 @@ def _token(file: Path | None) -> str | None:
 
 
 def _test_pairs(run: Path, test: Path) -> Interactions:
-    return read_like(settings_of(run), test, "--test")
+    return read_like(_settings(run), test, "--test")
+
+
+def _settings(run: Path) -> Settings:
+    """The settings of a run; of a model file without a folder of a run those that the model says."""
+    settings = settings_of(run)
+    return open_model(run)[1] if settings.data.path is None else settings
 
 
 def _table(side: str, path: Path, id: str | None, title: str | None, run: Path) -> TableSource:
-    name, pairs_column = f"--{side}-table", getattr(settings_of(run).data, side)
+    name, pairs_column = f"--{side}-table", getattr(_settings(run).data, side)
     column = id_column(side, read_frame(name, path), id, pairs_column)
     return TableSource(name, partial(read_frame, name, path), column, title)
 

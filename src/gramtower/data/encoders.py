@@ -207,10 +207,23 @@ class Text(Encoder):
     def width(self) -> int:
         return 1 << self.bits
 
+    def names_in(self, column: Series) -> list[str]:
+        """The names, of which those that the first cell of a column has are by its n-grams."""
+        names, known = self.names, dict[int, str]()
+        for gram in dict.fromkeys(grams(frames.texts(column[:1])[0] or "", self.ngrams)):
+            place = self._place(gram)
+            known[place] = f"{known[place]}|{gram}" if place in known else f"{self.column}={gram}"
+        for place, name in known.items():
+            names[place] = name
+        return names
+
+    def _place(self, gram: str) -> int:
+        return zlib.crc32(gram.encode()) & ((1 << self.bits) - 1)
+
     def transform(self, column: Series) -> tuple[sp.csr_matrix, int]:
         places, counts = list[int](), list[int]()
         for cell in frames.texts(column).to_list():
-            found = [zlib.crc32(gram.encode()) & ((1 << self.bits) - 1) for gram in grams(cell or "", self.ngrams)]
+            found = [self._place(gram) for gram in grams(cell or "", self.ngrams)]
             places += found
             counts.append(len(found))
         offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])

@@ -43,8 +43,8 @@ class TableError(ValueError):
     """A column that a table does not have, or that cannot be used as asked."""
 
 
-def frame_and_id(table: FeatureTable | TableLike | PathLike) -> tuple[DataFrame, str]:
-    """The frame of an argument ``table`` and its column of ids: that of a FeatureTable, else "id", else the first.
+def frame_and_id(table: FeatureTable | TableLike | PathLike, name: str) -> tuple[DataFrame, str]:
+    """The frame of an argument ``table`` and its column of ids: that of a FeatureTable, "id", ``name`` or the first.
 
     Columns of numbers in a file are numbers.
     """
@@ -52,7 +52,8 @@ def frame_and_id(table: FeatureTable | TableLike | PathLike) -> tuple[DataFrame,
     frame = frames.read_frame("table", source)
     if not frame.columns:
         check.fail("table", "no columns", "a column of ids, and others")
-    named = table.id if isinstance(table, FeatureTable) else "id" if "id" in frame.columns else frame.columns[0]
+    usual = next((one for one in ("id", name) if one in frame.columns), frame.columns[0])
+    named = table.id if isinstance(table, FeatureTable) else usual
     if isinstance(source, (str, os.PathLike)):
         kinds = infer_kinds(frame, named, {}, "|")
         frame = frame.with_columns(_numbers(frame[name]) for name, kind in kinds.items() if kind == "numeric")
@@ -84,7 +85,7 @@ class EntityTable:
         known = np.arange(count) if ids is None else ids
         rows = join(known, index) if len(index) else np.full(count, -1)
         if not (rows >= 0).any():
-            example = repr(known[0]) if count else "none"
+            example = repr(known[:1].tolist()[0]) if count else "none"
             check.fail(name, f"{len(frame):,} rows, none of them with an id of the model", f"ids such as {example}")
         self.joined = int((rows >= 0).sum())
         present = {column.lower(): column for column in frame.columns if column != id}
@@ -99,9 +100,9 @@ class EntityTable:
         self._there, self._separator, self._found = rows >= 0, separator, dict[str, dict[str, Rows]]()
 
     @classmethod
-    def of(cls, table: FeatureTable | TableLike | PathLike, ids: Ids | None, count: int) -> EntityTable:
+    def of(cls, table: FeatureTable | TableLike | PathLike, ids: Ids | None, count: int, name: str = "") -> EntityTable:
         """The table of an argument ``table``, see :func:`frame_and_id`."""
-        return cls("table", *frame_and_id(table), ids, count)
+        return cls("table", *frame_and_id(table, name), ids, count)
 
     @cached_property
     def titles(self) -> list[str | None] | None:
@@ -205,7 +206,10 @@ class EntityTable:
             return self._range(column, value, name)
         values = value if isinstance(value, list) else [value]
         if self.kinds[column] == "numeric":
-            asked = [number for number in map(_number, values) if number is not None]
+            asked = [math.nan if (number := _number(one)) is None else number for one in values]
+            for one in (one for one, number in zip(values, asked, strict=True) if math.isnan(number)):
+                given = f"{_shown(one)} to compare with column {column!r}, which is numeric"
+                raise TableError(f"{name}: got {given}, expected numbers")
             return np.isin(self._numbers(column), asked)
         texts = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
         found = np.zeros(len(self._there), bool)

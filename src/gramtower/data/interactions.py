@@ -480,7 +480,7 @@ class Interactions:
                 None for the newest time. Pairs after it are an error.
         """
         if self.times is None:
-            check.fail("half_life", repr(half_life), "pairs with times: read them with time=")
+            check.fail("half_life", repr(half_life), "pairs with times: name their column of times")
         found = decays(self.times, half_life, now)
         return replace(self, weights=(found if self.weights is None else found * self.weights).astype(np.float32))
 

@@ -216,10 +216,10 @@ def lists_frame(
 
 
 def extra_columns(
-    table: TableLike | PathLike | FeatureTable, ids: Ids, scores: NDArray[np.floating]
+    table: TableLike | PathLike | FeatureTable, name: str, ids: Ids, scores: NDArray[np.floating]
 ) -> dict[str, list[object]]:
     """Look up the columns of a table for each answer of some lists; null if it has no row for an answer."""
-    frame, named = frame_and_id(table)
+    frame, named = frame_and_id(table, name)
     keys = id_series("table", frame[named])
     present = np.flatnonzero(keys.is_not_null().to_numpy())
     index = dict(zip(keys.drop_nulls().to_list(), present.tolist(), strict=True))
@@ -229,7 +229,7 @@ def extra_columns(
     rows = join(answers, index)
     if len(answers) and not (rows >= 0).any():
         shown = f"{len(frame):,} rows, none of which has the id of an answer in column {named!r}"
-        check.fail("table", shown, f"ids such as {answers.tolist()[0]!r}, in a column 'id' or in the first")
+        check.fail("table", shown, f"ids such as {answers.tolist()[0]!r}, in a column 'id' or {name!r} or in the first")
     pl = frames.polars()
     places = pl.Series(rows, dtype=pl.Int64).replace(-1, None)
     return {name: frame[name].gather(places).to_list() for name in frame.columns if name != named}

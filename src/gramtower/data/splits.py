@@ -219,7 +219,7 @@ def _checked(pairs: object) -> None:
 def _need_times(pairs: Interactions) -> NDArray[np.float64]:
     _checked(pairs)
     if pairs.times is None:
-        check.fail("pairs", "pairs without times", "pairs read with time=")
+        check.fail("pairs", "pairs without times", "pairs with times: name their column of times")
     return pairs.times
 
 

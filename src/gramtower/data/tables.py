@@ -233,6 +233,14 @@ class FeatureTable:
         """One name for each column of the encoded matrix."""
         return [name for encoder in self.encoders for name in encoder.names]
 
+    def names_in(self, frame: DataFrame | None) -> list[str]:
+        """The names of features, with the words of the first row of a frame for columns of hashed text."""
+        return [
+            name
+            for one in self.encoders
+            for name in (one.names_in(frame[one.column]) if isinstance(one, Text) and frame is not None else one.names)
+        ]
+
     @property
     def width(self) -> int:
         """Number of columns of the encoded matrix."""

@@ -119,7 +119,7 @@ class Explainer:
                 check.fail("histories", "a history", f"an id: this model knows {this.called} entities only by id")
             columns, values, base, score = self._equations(side).parts(own, q)
             return _made(score, side, "normal equations", _named("history", that, columns, values), base)
-        return self._by_inputs(this, that, self._inputs(this, own, features, histories), q, own)
+        return self._by_inputs(this, that, self._inputs(this, own, features, histories), q, own, features)
 
     def of_keys(
         self, keys: Mapping[str, Name | None], side: str, features: Mapping[str, FeaturesLike],
@@ -138,7 +138,10 @@ class Explainer:
         """The side that scores are explained by, and the other one."""
         return self._fitted.side(side), self._fitted.side("right" if side == "left" else "left")
 
-    def _by_inputs(self, this: Side, that: Side, x: sp.csr_matrix, q: Tensor, own: int | None) -> Explanation:
+    def _by_inputs(
+        self, this: Side, that: Side, x: sp.csr_matrix, q: Tensor, own: int | None, features: FeaturesLike
+    ) -> Explanation:
+        rows = iter([] if features is None else described(this, features).parts)  # in the order of the parts below
         columns, row = x.indices.astype(np.int64), torch.from_numpy(x.data.astype(np.float64))
         values, base, score, method = self._tower(this.name).parts(columns, row, x.shape[1], q)
         found: list[Contribution] = []
@@ -150,7 +153,8 @@ class Explainer:
             elif part.kind == "id":
                 found += _named("id", this, places, parts)
             else:
-                names = None if part.table is None else part.table.feature_names
+                frame = next(rows, None)
+                names = None if part.table is None else part.table.names_in(frame)
                 labels = places.tolist() if names is None else [names[place] for place in places.tolist()]
                 pairs = zip(labels, parts.tolist(), strict=True)
                 found += [Contribution("feature", label, value) for label, value in pairs]

@@ -841,7 +841,7 @@ def _training_part(
         if one.startswith("history:") and side == "left":
             part = _ordered_history(one, matrix.shape[1])
             if times is None:
-                check.fail("left_features", f"{one!r} and pairs without times", "pairs read with time=, or 'history'")
+                check.fail("left_features", f"{one!r} and pairs without times", "pairs with times, or 'history'")
             timed = sp.csr_matrix((times, matrix.indices, matrix.indptr), matrix.shape)
             return part, history_features(timed, part.last, part.decay)
         if one not in names:

@@ -433,8 +433,8 @@ class FittedModel:
                 such as ``user`` and ``item``, or ``left`` and ``right`` if that has no names. New left entities are
                 called by the ids that a table of them has, or by their row from 0.
             table: a table of right entities for ``where``, ``boost`` and ``at_most``, whose columns, such as titles,
-                are joined to the answers with ``as_frame``: a frame, file or FeatureTable with ids in the column "id"
-                or else in the first.
+                are joined to the answers with ``as_frame``: a frame, file or FeatureTable with ids in the column "id",
+                or else in one called as in the training data, or else in the first.
 
         Returns:
             Ids, of the type that the training data has, and scores, one row for each left entity, as two arrays; a
@@ -477,7 +477,9 @@ class FittedModel:
         )  # fmt: skip
         found, values = made.top(min(k, len(here.right)))
         ids = here.right.names(found)
-        return _framed(asked, ids, values, self.list_columns, table) if as_frame else (ids, values)
+        if not as_frame:
+            return ids, values
+        return _framed(asked, ids, values, self.list_columns, table, self.list_columns[1])
 
     def recommend_all(
         self, path: str | Path, k: int = 10, *, right_features: FeaturesLike = None, device: str = "auto",
@@ -566,7 +568,7 @@ class FittedModel:
         names = this.names(found)
         if as_frame:
             heads = self.list_columns[side == "right"], "similar"
-            return _framed(this.names(rows).tolist(), names, scores, heads, table)
+            return _framed(this.names(rows).tolist(), names, scores, heads, table, heads[0])
         return names, scores
 
     @cached_property
@@ -802,10 +804,8 @@ class FittedModel:
         @cache
         def columns() -> EntityTable:
             if table is None:
-                check.fail(
-                    "table", "None", "a table of right entities, which has the columns of where, boost and at_most"
-                )
-            return EntityTable.of(table, right.ids, len(right))
+                check.fail("table", "None", f"a table of {right.called} entities with the columns of the rules")
+            return EntityTable.of(table, right.ids, len(right), self.list_columns[1])
 
         return ranking(
             P, right.embeddings, exclude=union(*left_out) if left_out else None, allow=allowed, own=own,
@@ -973,7 +973,7 @@ class _Evaluation:
 def _by_place(name: str, given: int, count: int) -> NDArray[np.int64]:
     """Row numbers of what has no ids and must have a row for each left entity of a test."""
     if given != count:
-        expected = f"{count}, one for each left entity of test, or a table with a column of ids"
+        expected = f"{count}, one for each row of test, or a table with a column of ids"
         check.fail(name, f"{given} rows without ids", expected)
     return np.arange(count)
 
@@ -985,9 +985,10 @@ def _check_frame(as_frame: object, table: object) -> None:
 
 def _framed(
     asked: Sequence[Key], ids: IdArray, scores: NDArray[np.float32], names: tuple[str, str],
-    table: FeatureTable | TableLike | str | Path | None,
+    table: FeatureTable | TableLike | str | Path | None, name: str,
 ) -> Any:  # fmt: skip
-    return lists_frame(asked, ids, scores, names, more=None if table is None else extra_columns(table, ids, scores))
+    more = None if table is None else extra_columns(table, name, ids, scores)
+    return lists_frame(asked, ids, scores, names, more=more)
 
 
 def pattern_of(matrix: sp.csr_matrix | None, shape: tuple[int, int] | None = None) -> sp.csr_matrix:

@@ -133,7 +133,7 @@ def history_matrix(right: Side, histories: HistoriesLike) -> sp.csr_matrix:
     """What new left entities have seen: from lists of right ids, or from a sparse matrix. Larger values are newer."""
     if is_sparse(histories):
         if histories.ndim != 2 or histories.shape[1] not in (len(right), right.trained):
-            check.fail("histories", f"shape {histories.shape}", f"{len(right)} columns, one for each right entity")
+            check.fail("histories", f"shape {histories.shape}", f"{len(right)} columns, one for each {right.called}")
         found = sp.csr_matrix(canonical("histories", histories), dtype=np.float64)  # float32 would merge times
         return resized(found, (found.shape[0], len(right)))
     lists = check.listed("histories", histories, "lists of right ids")

@@ -123,9 +123,9 @@ def make_rules(
             with np.errstate(over="ignore", invalid="ignore"):  # refused below
                 added += check.number(f"boost[{column}]", weight) * np.nan_to_num(cells)
     elif boost is not None:
-        given = check.as_array("boost", boost, "one number for each right entity")
+        given = check.as_array("boost", boost, "one number for each of model.right_.ids")
         if given.shape != (count,) or given.dtype.kind not in "biuf":
-            expected = f"{count} numbers, one for each right entity, or a mapping of columns to weights"
+            expected = f"{count} numbers in the order of model.right_.ids, or a mapping of columns to weights"
             check.fail("boost", f"shape {given.shape} of {given.dtype}", expected)
         check.finite("boost", given)
         added += given

@@ -92,7 +92,8 @@ class Service:
         self._lists(rows, asked.k, asked.stream)
         for name, one in (("allow", own), ("exclude", exclude)):
             if one and len(one) != rows:
-                raise Refused(422, f"{name}: got {len(one)} lists, expected {rows}, one for each left entity")
+                expected = f"{rows}, one for each {snapshot.left.name} entity"
+                raise Refused(422, f"{name}: got {len(one)} lists, expected {expected}")
         rules = {
             name: one for name, one in asked.model_dump(include=_RULES, exclude_defaults=True).items() if one != {}
         }
