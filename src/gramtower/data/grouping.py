@@ -98,9 +98,14 @@ def _to_buckets(
 
 
 def _in_order(
-    left: NDArray[np.int32], right: NDArray[np.int32], numbers: Numbers, bounds: NDArray[np.int64], rows: int,
-    shift: int, rule: str,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:  # fmt: skip
+    left: NDArray[np.int32],
+    right: NDArray[np.int32],
+    numbers: Numbers,
+    bounds: NDArray[np.int64],
+    rows: int,
+    shift: int,
+    rule: str,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Put each bucket in order and merge, at its beginning; the entries of each row, and of each bucket, then."""
     buckets = len(bounds) - 1
     counts, sizes = np.zeros(rows, np.int64), np.zeros(buckets, np.int64)

@@ -390,9 +390,12 @@ def evaluate_embeddings(
 
 
 def _facts(
-    wanted: list[Metric], degrees: tuple[NDArray[np.int64], int] | None, propensity: tuple[float, float],
-    Q: Tensor | None, argument: str,
-) -> ItemFacts:  # fmt: skip
+    wanted: list[Metric],
+    degrees: tuple[NDArray[np.int64], int] | None,
+    propensity: tuple[float, float],
+    Q: Tensor | None,
+    argument: str,
+) -> ItemFacts:
     """The properties of items that the metrics need."""
     names = {metric.kind: metric.name for metric in wanted}
     for kind in ("psp", "novelty"):

@@ -208,9 +208,14 @@ def _tables(point: Point) -> tuple[str, str]:
 
 
 def _down(
-    at: Callable[[Parameters], Point], before: Evaluation, value: float, theta: Parameters, origin: Parameters,
-    names: tuple[str, str], side: int,
-) -> tuple[Point | None, int]:  # fmt: skip
+    at: Callable[[Parameters], Point],
+    before: Evaluation,
+    value: float,
+    theta: Parameters,
+    origin: Parameters,
+    names: tuple[str, str],
+    side: int,
+) -> tuple[Point | None, int]:
     """The point at θ, with one side's distance from its origin halved until L is below ``value``, and the trials.
 
     The point is None if L never is. The other side's table is the same as in the evaluation ``before``.

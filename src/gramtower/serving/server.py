@@ -342,9 +342,14 @@ def run_workers(
 
 
 def _work(
-    number: int, threads: int, listening: socket.socket, sources: Sequence[Source], options: Options,
-    say: Callable[[str], None], reports: Connection,
-) -> None:  # fmt: skip
+    number: int,
+    threads: int,
+    listening: socket.socket,
+    sources: Sequence[Source],
+    options: Options,
+    say: Callable[[str], None],
+    reports: Connection,
+) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves: models are being loaded anyway
     torch.set_num_threads(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()

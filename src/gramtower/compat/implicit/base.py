@@ -223,9 +223,15 @@ class Recommender(ABC):
         return made
 
     def _similar(
-        self, which: RowsLike, side: str, name: str, N: int, deny: RowsLike | None, allow: RowsLike | None,
+        self,
+        which: RowsLike,
+        side: str,
+        name: str,
+        N: int,
+        deny: RowsLike | None,
+        allow: RowsLike | None,
         own: Factors | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         unit = _unit(self._directions(side))
         rows = row_numbers(name, which)
         P = unit[known_rows(name, rows, len(unit))] if own is None else _unit(np.atleast_2d(own))
@@ -237,9 +243,15 @@ class Recommender(ABC):
         return (found[0], scores[0]) if np.isscalar(which) else (found, scores)
 
     def _ranked(
-        self, P: Factors, Q: Factors, N: int, single: bool, liked: sp.csr_matrix | None, allow: RowsLike | None,
+        self,
+        P: Factors,
+        Q: Factors,
+        N: int,
+        single: bool,
+        liked: sp.csr_matrix | None,
+        allow: RowsLike | None,
         deny: RowsLike | None,
-    ) -> Answer:  # fmt: skip
+    ) -> Answer:
         chosen, denied = (None if given is None else row_numbers("items", given) for given in (allow, deny))
         if chosen is not None and denied is not None and len(denied):
             raise ValueError("Can't specify both items and filter_items")

@@ -283,10 +283,14 @@ class LightFM:
         return found[:, -1], found[:, :-1]
 
     def _train(
-        self, known: tuple[Table, Table] | None, interactions: SparseMatrix,
-        given: tuple[SparseMatrix | None, SparseMatrix | None], sample_weight: SparseMatrix | None, epochs: int,
+        self,
+        known: tuple[Table, Table] | None,
+        interactions: SparseMatrix,
+        given: tuple[SparseMatrix | None, SparseMatrix | None],
+        sample_weight: SparseMatrix | None,
+        epochs: int,
         verbose: bool,
-    ) -> Self:  # fmt: skip
+    ) -> Self:
         self._check_settings()
         epochs, verbose = check.count("epochs", epochs, minimum=0), check.flag("verbose", verbose)
         matrix, observed_only = self._signed(interactions, sample_weight)
@@ -335,9 +339,14 @@ class LightFM:
         return table
 
     def _minimised(
-        self, matrix: sp.csr_matrix, observed_only: bool, features: list[sp.csr_matrix | None], tables: list[Table],
-        epochs: int, verbose: bool,
-    ) -> list[Table]:  # fmt: skip
+        self,
+        matrix: sp.csr_matrix,
+        observed_only: bool,
+        features: list[sp.csr_matrix | None],
+        tables: list[Table],
+        epochs: int,
+        verbose: bool,
+    ) -> list[Table]:
         """The tables after training."""
         m, n = matrix.shape
         weights, entries = np.abs(matrix.data), int((matrix.data != 0).sum())

@@ -57,9 +57,13 @@ class Graph:
 
 
 def _links(
-    path: PathLike, left: NDArray[np.int64], right: NDArray[np.int64], ids: NDArray[Any], names: tuple[str, str],
+    path: PathLike,
+    left: NDArray[np.int64],
+    right: NDArray[np.int64],
+    ids: NDArray[Any],
+    names: tuple[str, str],
     both: bool = False,
-) -> Interactions:  # fmt: skip
+) -> Interactions:
     """Make distinct pairs of links (rows of their ends), in both directions with ``both``.
 
     Links of a node to itself are dropped and counted as ``self_links``.

@@ -138,10 +138,17 @@ def _local_entries(problem: Problem, entries: Tensor) -> Tensor:
 
 
 def _restrict(
-    problem: Problem, towers: Towers, parameters: Parameters, shards: Shards, pairs: Pairs, entries: Tensor,
-    entities: tuple[Tensor, Tensor], factors: tuple[Tensor, Tensor],
-    penalty_factors: tuple[Tensor | float, Tensor | float], share: tuple[float, float],
-) -> Evaluation:  # fmt: skip
+    problem: Problem,
+    towers: Towers,
+    parameters: Parameters,
+    shards: Shards,
+    pairs: Pairs,
+    entries: Tensor,
+    entities: tuple[Tensor, Tensor],
+    factors: tuple[Tensor, Tensor],
+    penalty_factors: tuple[Tensor | float, Tensor | float],
+    share: tuple[float, float],
+) -> Evaluation:
     """The objective on some entities and pairs, with weights and penalties multiplied by factors."""
     if problem.imputed.fitted:
         check.fail("imputed", "'fitted'", "a number or (P̃, Q̃): samples do not know the mean of all scores")

@@ -250,9 +250,13 @@ class Towers:
         )
 
     def _prepare(
-        self, parameters: Parameters | None, left: Features, right: Features, kernels: Kernels,
+        self,
+        parameters: Parameters | None,
+        left: Features,
+        right: Features,
+        kernels: Kernels,
         scratch: dict[str, Scratch],
-    ) -> tuple[_Prepared, _Prepared]:  # fmt: skip
+    ) -> tuple[_Prepared, _Prepared]:
         """Steps, tensors (of ``parameters``, or those of the modules) and sizes of both towers; checks the modules."""
         prepared: list[_Prepared] = []
         for side, module, features in (("left", self.left, left), ("right", self.right, right)):
