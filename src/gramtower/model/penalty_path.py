@@ -56,6 +56,7 @@ from gramtower._util import checks as check
 from gramtower._util.host import threads_of_fit
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import ranks
 from gramtower.distributed.group import SINGLE, Group, agree, current_group
 from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Shards
@@ -293,10 +294,7 @@ def _held_pairs(
     able, held, total = group.totals(float((out > 0).sum()), float(out.sum()), float(matrix.nnz))
     share = min(_RANKED / max(1.0, able), _SHARE * total / max(1.0, held))
     taken = np.where(_draws(seed, row, len(counts)) < share, out, 0)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    places = np.lexsort((_draws(seed + 1, entry, matrix.nnz), rows))  # the pairs of each entity, in random order
-    rank = np.empty(matrix.nnz, dtype=np.int64)
-    rank[places] = np.arange(matrix.nnz) - np.repeat(matrix.indptr[:-1], counts)
+    rank = ranks(matrix, _draws(seed + 1, entry, matrix.nnz))  # the pairs of each entity, in random order
     return rank < np.repeat(taken, counts), int(group.totals(float((taken > 0).sum()))[0])
 
 
