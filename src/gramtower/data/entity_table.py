@@ -43,17 +43,17 @@ class TableError(ValueError):
     """A column that a table does not have, or that cannot be used as asked."""
 
 
-def frame_and_id(table: FeatureTable | TableLike | PathLike) -> tuple[DataFrame, str]:
+def frame_and_id(table: FeatureTable | TableLike | PathLike, typed: bool = False) -> tuple[DataFrame, str]:
     """The frame of an argument ``table`` and its column of ids: that of a FeatureTable, else "id", else the first.
 
-    Columns of numbers in a file are numbers.
+    With ``typed``, columns of a text file with a number in every cell are numbers.
     """
     source = table.source if isinstance(table, FeatureTable) else table
     frame = frames.read_frame("table", source)
     if not frame.columns:
         check.fail("table", "no columns", "a column of ids, and others")
     named = table.id if isinstance(table, FeatureTable) else "id" if "id" in frame.columns else frame.columns[0]
-    if isinstance(source, (str, os.PathLike)):
+    if typed and isinstance(source, (str, os.PathLike)) and not frames.is_parquet(check.path("table", source)):
         kinds = infer_kinds(frame, named, {}, "|")
         frame = frame.with_columns(_numbers(frame[name]) for name, kind in kinds.items() if kind == "numeric")
     return frame, named
