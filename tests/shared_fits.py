@@ -391,3 +391,16 @@ def part_fit(folder, partition, iterations):
 
     settings = dict(dim=3, hidden=(4,), device="cpu", optimizer="gd", max_iterations=int(iterations), select=False)
     gt.TwoTower(**settings).fit(read_part(partition, group=group())).save(folder / "model.gramtower")
+
+
+def continued(folder):
+    """Values of the objective in default fits, whose processes hold other rows than in the search for the penalty."""
+    pairs = planted_pairs(300, 120, 2400, groups=3, affinity=0.6, skew=0.9)
+    left, right = (sp.random(size, 30, 0.2, format="csr", random_state=0) for size in pairs.shape)
+    inputs = {"ids": (None, None), "ids and features": (["id", left], ["id", right])}
+    model, found = gt.TwoTower(dim=16, device="cpu"), {}
+    for name, features in inputs.items():
+        model.fit(pairs, *features)
+        assert model.path_.continued
+        found[name] = [record.value for record in model.history_]
+    return found

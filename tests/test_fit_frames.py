@@ -165,6 +165,11 @@ def test_new_left_entities_are_called_by_the_ids_of_their_table_or_by_row(tmp_pa
     table = model.recommend([1002], k=1, as_frame=True, table=tmp_path / "films.csv")
     number = int(table["item"][0][1:])
     assert table.select("title", "year").rows() == [(f"0{number}", 1990 + number)]  # numbers, but no codes
+    typed = pl.DataFrame({"film": [f"i{x}" for x in range(1, 25)], "price": 2.0, "shelf": "7"})
+    typed.write_parquet(tmp_path / "films.parquet")
+    table = model.recommend([1002], k=1, as_frame=True, table=tmp_path / "films.parquet")
+    assert table.schema["price"] == pl.Float64  # Parquet has types
+    assert table["shelf"][0] == "7"
 
 
 @pytest.mark.parametrize(

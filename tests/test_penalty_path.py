@@ -15,15 +15,12 @@ import gramtower as gt
 from gramtower._util.checks import check_hidden
 from gramtower.data.datasets import planted_pairs
 from gramtower.data.splits import per_user
-from gramtower.distributed.group import Group, Pending
 from gramtower.distributed.partition import write_partition
-from gramtower.distributed.shards import Rows, Shards
-from gramtower.engine.towers.mlp import mlp_towers
 from gramtower.experiments import figures
 from gramtower.experiments.tuning import search
 from gramtower.model import penalty_path
 from gramtower.model.fitted import Selection
-from gramtower.model.penalty_path import Start, _held_pairs
+from gramtower.model.penalty_path import _held_pairs
 from gramtower.model.unseen import UnseenValidator
 from gramtower.training.loop import minimize
 
@@ -219,29 +216,26 @@ def test_a_fit_starts_from_scratch_where_the_path_knew_other_data():
     assert not small(max_iterations=2).fit(faint(), *random_features(faint())).path_.continued
 
 
-def test_a_start_is_cut_to_the_rows_that_a_process_has_in_the_fit():
-    whole = {"left": torch.arange(12.0).view(4, 3), "right": torch.arange(15.0).view(5, 3)}
+def test_a_fit_starts_from_scratch_where_entities_were_held_out_of_the_path():
+    pairs = gt.Interactions.from_matrix(faint())
+    model = small(select="left", max_iterations=2).fit(pairs, ["id", random_features(faint())[0]])
+    assert "left entities" in model.path_.held_out
+    assert not model.path_.continued
+    assert model.left_.embeddings.shape[0] == len(pairs.left_ids)
 
-    class Second(Group):
-        """The second of two processes, to which the rows of the first one come."""
 
-        def gather_rows(self, rows, counts, out=None):
-            complete = next(table for table in whole.values() if len(table) == sum(counts))
-            assert torch.equal(rows, complete[counts[0] :])
-            return Pending(lambda: complete)
+def test_the_scale_of_normalised_embeddings_continues_with_their_tables():
+    model = small(normalize=True).fit(faint())
+    assert model.path_.continued
+    assert model.history_[0].value < 1.1 * model.history_[-1].value
 
-    def rows(left, right):
-        return Shards(Second(), Rows((0, left, 4), 1), Rows((0, right, 5), 1))
 
-    before, after = (mlp_towers(gt.Problem(sp.eye(*shape, format="csr")), (), 3) for shape in ((3, 2), (2, 2)))
-    held = before.parameters()
-    for side, table in whole.items():
-        held[before.local_names(side)["0.weight"]].copy_(table[-len(held[before.local_names(side)["0.weight"]]) :])
-    start = Start(held, rows(1, 3))
-    start.load_into(after, rows(2, 3))
-    for side, table in whole.items():
-        assert torch.equal(after.parameters()[after.local_names(side)["0.weight"]], table[-2:])
-    assert start.parameters is None
+def test_the_fit_of_several_processes_continues_where_they_hold_other_rows_than_in_the_path(tmp_path):
+    alone = shared_fits.continued(None)
+    for found in run_group("shared_fits:continued", 2, tmp_path):
+        assert found["ids"] == pytest.approx(alone["ids"], rel=1e-4)
+        start, end = found["ids and features"][0], found["ids and features"][-1]
+        assert end < start < 1.05 * end  # next to features tables are not cut into rows
 
 
 def test_the_error_of_held_out_right_entities_is_that_of_drawing_others(monkeypatch):

@@ -41,6 +41,12 @@ def fail(name: str, given: object, expected: str) -> NoReturn:
     raise ValueError(f"{name}: got {given}, expected {expected}")
 
 
+def shown(value: object, most: int = 60) -> str:
+    """A value as text for a message, cut if it is long."""
+    text = repr(value[: most + 1]) if isinstance(value, str) else repr(value)[: most + 1]
+    return text if len(text) <= most else text[:most] + "…"
+
+
 def number(name: str, value: object, *, minimum: float = -math.inf, above: float | None = None) -> float:
     """Check for a finite real number, at least ``minimum`` (or strictly above ``above``)."""
     bound = f" above {above:g}" if above is not None else f" >= {minimum:g}" if minimum > -math.inf else ""

@@ -209,6 +209,11 @@ def plain(value: object) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
+def tuples(value: object) -> object:
+    """Turn lists of JSON, such as the widths of hidden layers, back into tuples."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+
 def take_lock(path: Path) -> int | None:
     """Open (or create) a file with an exclusive lock (``BlockingIOError`` if it is held); None without locks."""
     try:

@@ -24,7 +24,7 @@ from gramtower.cli.options import Common, number_or_text, read_config
 from gramtower.cli.output import Table
 from gramtower.cli.reading import for_writing, read_batches, read_pairs
 from gramtower.data import frames, splits
-from gramtower.data.frames import suffix_of
+from gramtower.data.frames import is_parquet
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions, column_names, has_values, pair_table
 from gramtower.data.splits import Split
@@ -88,7 +88,7 @@ def split(
     every = {"share": share, "count": count, "minimum": minimum, "cut": cut, "history": history, "folds_of": folds_of}
     flags = {name: value for name, value in every.items() if value is not None}
     _check_flags(check.choice("by", by, tuple(_FLAGS)), flags)
-    ending = "parquet" if suffix_of(path) in (".parquet", ".pq") else "csv"
+    ending = "parquet" if is_parquet(path) else "csv"
     ending = ending if file_format is None else check.choice("file-format", file_format, _FORMATS)
     _check_folder(out)
     pairs = read_pairs(path, read_config(config).with_flags(data).data)

@@ -43,10 +43,10 @@ class TableError(ValueError):
     """A column that a table does not have, or that cannot be used as asked."""
 
 
-def frame_and_id(table: FeatureTable | TableLike | PathLike, name: str) -> tuple[DataFrame, str]:
+def frame_and_id(table: FeatureTable | TableLike | PathLike, name: str, typed: bool = False) -> tuple[DataFrame, str]:
     """The frame of an argument ``table`` and its column of ids: that of a FeatureTable, "id", ``name`` or the first.
 
-    Columns of numbers in a file are numbers.
+    With ``typed``, columns of a text file with a number in every cell are numbers.
     """
     source = table.source if isinstance(table, FeatureTable) else table
     frame = frames.read_frame("table", source)
@@ -54,7 +54,7 @@ def frame_and_id(table: FeatureTable | TableLike | PathLike, name: str) -> tuple
         check.fail("table", "no columns", "a column of ids, and others")
     usual = next((one for one in ("id", name) if one in frame.columns), frame.columns[0])
     named = table.id if isinstance(table, FeatureTable) else usual
-    if isinstance(source, (str, os.PathLike)):
+    if typed and isinstance(source, (str, os.PathLike)) and not frames.is_parquet(check.path("table", source)):
         kinds = infer_kinds(frame, named, {}, "|")
         frame = frame.with_columns(_numbers(frame[name]) for name, kind in kinds.items() if kind == "numeric")
     return frame, named
@@ -125,7 +125,7 @@ class EntityTable:
         try:
             return np.flatnonzero(self._mask(ast.parse(wanted.strip(), mode="eval").body, name))
         except (SyntaxError, RecursionError, MemoryError) as error:
-            raise TableError(f"{name}: got {_shown(wanted)}, expected {_EXPRESSION}") from error
+            raise TableError(f"{name}: got {check.shown(wanted)}, expected {_EXPRESSION}") from error
 
     def numbers(self, column: str, name: str) -> NDArray[np.float64]:
         """The numbers of a column by entity, 1 and 0 for true and false, NaN if missing."""
@@ -134,7 +134,7 @@ class EntityTable:
         texts = self._texts(column).str.strip_chars().str.to_lowercase().replace("", None)
         known = texts.drop_nulls().is_in(["true", "false"])
         if not known.all():
-            given = f"column {column!r}, which has {_shown(texts.drop_nulls().filter(~known)[0])}"
+            given = f"column {column!r}, which has {check.shown(texts.drop_nulls().filter(~known)[0])}"
             raise TableError(f"{name}: got {given}, expected a column of numbers, or of true and false")
         return np.asarray((texts == "true").cast(frames.polars().Float64).fill_null(math.nan).to_numpy())
 
@@ -160,7 +160,7 @@ class EntityTable:
     def _column(self, column: str, name: str = "column") -> str:
         if column not in self.kinds:
             near = ", ".join(map(repr, check.near(str(column), self.columns) or self.columns[:5]))
-            raise TableError(f"{name}: got {_shown(column)}, expected a column of the table, such as {near}")
+            raise TableError(f"{name}: got {check.shown(column)}, expected a column of the table, such as {near}")
         return column
 
     def _mask(self, node: ast.expr, name: str) -> Mask:
@@ -176,7 +176,7 @@ class EntityTable:
             return reduce(np.logical_and, found)
         if isinstance(node, ast.Name):
             return np.asarray(np.nan_to_num(self.numbers(node.id, name)) != 0)
-        raise TableError(f"{name}: got {_shown(ast.unparse(node))}, expected {_EXPRESSION}")
+        raise TableError(f"{name}: got {check.shown(ast.unparse(node))}, expected {_EXPRESSION}")
 
     def _compared(self, left: ast.expr, sign: ast.cmpop, right: ast.expr, name: str) -> Mask:
         kind = type(sign)
@@ -191,11 +191,11 @@ class EntityTable:
         plain = kind not in (ast.Is, ast.IsNot) and all(isinstance(part, (str, int, float)) for part in parts)
         if not isinstance(left, ast.Name) or several != listed or not plain:
             text = ast.unparse(ast.Compare(left, [sign], [right]))
-            raise TableError(f"{name}: got {_shown(text)}, expected {_EXPRESSION}")
+            raise TableError(f"{name}: got {check.shown(text)}, expected {_EXPRESSION}")
         column = self._column(left.id, name)
         if kind in _NUMBERS:
             if self.kinds[column] != "numeric" or (number := _number(value)) is None:
-                given = f"{_shown(value)} to compare with column {column!r}, which is {self.kinds[column]}"
+                given = f"{check.shown(value)} to compare with column {column!r}, which is {self.kinds[column]}"
                 raise TableError(f"{name}: got {given}, expected a number and a numeric column")
             return np.asarray(_NUMBERS[kind](self._numbers(column), number))
         found = self._of_column(column, parts, name)
@@ -219,12 +219,12 @@ class EntityTable:
 
     def _range(self, column: str, bounds: Mapping[str, object], name: str) -> Mask:
         if self.kinds[column] != "numeric" or not bounds or set(bounds) - {"min", "max"}:
-            given = f"{_shown(dict(bounds))} of column {_shown(column)}, which is {self.kinds[column]}"
+            given = f"{check.shown(dict(bounds))} of column {check.shown(column)}, which is {self.kinds[column]}"
             expected = 'a value, a list of values, or {"min": …, "max": …} of a numeric column'
             raise TableError(f"{name}: got {given}, expected {expected}")
         low, high = _number(bounds.get("min", -math.inf)), _number(bounds.get("max", math.inf))
         if low is None or high is None:
-            raise TableError(f"{name}: got {_shown(dict(bounds))}, expected numbers")
+            raise TableError(f"{name}: got {check.shown(dict(bounds))}, expected numbers")
         numbers = self._numbers(column)
         return np.asarray((numbers >= low) & (numbers <= high))
 
@@ -286,9 +286,3 @@ def _plain(cells: dict[str, object]) -> dict[str, object]:
         else str(cell)
         for name, cell in cells.items()
     }  # fmt: skip
-
-
-def _shown(value: object, most: int = 60) -> str:
-    """A value as text for a message, cut if it is long."""
-    text = repr(value[: most + 1]) if isinstance(value, str) else repr(value)[: most + 1]
-    return text if len(text) <= most else text[:most] + "…"

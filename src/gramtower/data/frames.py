@@ -64,6 +64,11 @@ def suffix_of(path: Path) -> str:
     return suffixes[-1] if suffixes else ""
 
 
+def is_parquet(path: Path) -> bool:
+    """Whether a file has the name of a Parquet file."""
+    return suffix_of(path) in (".parquet", ".pq")
+
+
 def separator_of(path: Path) -> str:
     """The separator of fields, by the ending of the name: a tab for .tsv, otherwise a comma."""
     return "\t" if suffix_of(path) == ".tsv" else ","
@@ -295,7 +300,7 @@ def read_columns(
     if not isinstance(source, (str, os.PathLike)):
         return take(name, source, choices or [])
     path = existing(name, source)
-    if suffix_of(path) in (".parquet", ".pq"):
+    if is_parquet(path):
         return read_parquet(path, choices, name)
     return read_csv(path, texts, others, separator=separator_of(path), label=name)
 

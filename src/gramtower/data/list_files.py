@@ -219,7 +219,7 @@ def extra_columns(
     table: TableLike | PathLike | FeatureTable, name: str, ids: Ids, scores: NDArray[np.floating]
 ) -> dict[str, list[object]]:
     """Look up the columns of a table for each answer of some lists; null if it has no row for an answer."""
-    frame, named = frame_and_id(table, name)
+    frame, named = frame_and_id(table, name, typed=True)
     keys = id_series("table", frame[named])
     present = np.flatnonzero(keys.is_not_null().to_numpy())
     index = dict(zip(keys.drop_nulls().to_list(), present.tolist(), strict=True))

@@ -253,6 +253,15 @@ def selected(matrix: sp.csr_matrix, chosen: NDArray[np.bool_]) -> sp.csr_matrix:
     return sp.csr_matrix((matrix.data[chosen], matrix.indices[chosen], offsets), shape=matrix.shape)
 
 
+def ranks(matrix: sp.csr_matrix, *keys: NDArray[np.floating]) -> NDArray[np.int64]:
+    """Place of each entry among those of its row, ordered by the last key and then by those before it."""
+    counts = np.diff(matrix.indptr)
+    order = np.lexsort((*keys, np.repeat(np.arange(len(counts)), counts)))
+    found = np.empty(len(order), dtype=np.int64)
+    found[order] = np.arange(len(order)) - np.repeat(matrix.indptr[:-1], counts)
+    return found
+
+
 def are_one_set(
     matrix: sp.csr_matrix,
     left_ids: Ids,

@@ -24,6 +24,7 @@ from gramtower._util import checks as check
 from gramtower._util import html as html
 from gramtower.data.ids import moment
 from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import ranks
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def per_user_mask(
     counts = np.diff(matrix.indptr).astype(np.int64)
     kept = check.count("minimum", minimum, minimum=0, most=2**62)
     out = np.minimum(np.floor(share * counts + 0.5), counts - kept).clip(0)
-    return _ranks(matrix, generator.random(matrix.nnz)) < np.repeat(out, counts)
+    return ranks(matrix, generator.random(matrix.nnz)) < np.repeat(out, counts)
 
 
 def leave_one_out(pairs: Interactions, *, minimum: int = 1, seed: int = 0) -> Split:
@@ -179,7 +180,7 @@ def held_out_users(pairs: Interactions, users: float = 0.1, *, history: float = 
     active = np.flatnonzero(counts)
     rows = generator.permutation(active)[: _taken("users", users, len(active), "users")]
     shown = np.minimum(np.floor(given * counts + 0.5), counts - 1)
-    rank = _ranks(pairs.matrix, generator.random(len(pairs)))
+    rank = ranks(pairs.matrix, generator.random(len(pairs)))
     return _without(pairs, 0, rows, rank < np.repeat(shown, counts))
 
 
@@ -226,7 +227,7 @@ def _need_times(pairs: Interactions) -> NDArray[np.float64]:
 def _last(pairs: Interactions, count: int, minimum: object, seed: object) -> NDArray[np.bool_]:
     """A mask of the last pairs of each user, by time if there are times, that leaves ``minimum`` pairs."""
     generator, counts = _generator(pairs, seed), _degrees(pairs, 0).astype(np.int64)
-    rank = _ranks(pairs.matrix, generator.random(len(pairs)), None if pairs.times is None else -pairs.times)
+    rank = ranks(pairs.matrix, generator.random(len(pairs)), *([] if pairs.times is None else [-pairs.times]))
     out = np.minimum(count, counts - check.count("minimum", minimum, minimum=0, most=2**62)).clip(0)
     return np.asarray(rank < np.repeat(out, counts))
 
@@ -277,18 +278,6 @@ def _degrees(pairs: Interactions, axis: int) -> NDArray[np.integer]:
     if axis == 0:
         return np.asarray(np.diff(pairs.matrix.indptr))
     return np.bincount(pairs.matrix.indices, minlength=pairs.shape[1])
-
-
-def _ranks(
-    matrix: sp.csr_matrix, draw: NDArray[np.float64], first: NDArray[np.float64] | None = None
-) -> NDArray[np.int64]:
-    """Place of each pair among its user's pairs, ordered by ``first`` and then by ``draw``."""
-    counts = np.diff(matrix.indptr)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    order = np.lexsort((draw, rows) if first is None else (draw, first, rows))
-    rank = np.empty(matrix.nnz, dtype=np.int64)
-    rank[order] = np.arange(matrix.nnz) - np.repeat(matrix.indptr[:-1], counts)
-    return rank
 
 
 def _share(name: str, value: object) -> float:

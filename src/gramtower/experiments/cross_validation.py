@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 
 import numpy as np
 import scipy.sparse as sp
@@ -35,7 +35,6 @@ from numpy.typing import NDArray
 from gramtower._util import checks as check
 from gramtower._util import html
 from gramtower.data import splits
-from gramtower.data.frames import Column
 from gramtower.data.ids import Ids, index_of, join
 from gramtower.data.interactions import Interactions, PairSamples, PairsLike, pairs_of
 from gramtower.data.splits import Split
@@ -43,7 +42,7 @@ from gramtower.data.tables import FeaturesLike
 from gramtower.distributed.group import current_group
 from gramtower.metrics.definitions import DEFAULT, LOWER_IS_BETTER, parse
 from gramtower.model.feature_spec import GivenFeatures, is_matrix
-from gramtower.model.fit_data import read_frame
+from gramtower.model.fit_data import PairColumns, read_frame
 from gramtower.model.fitting import joined_features
 from gramtower.training.result import Reason
 
@@ -188,12 +187,7 @@ def cross_validate(
     left_features: FeaturesLike = None,
     right_features: FeaturesLike = None,
     seed: int = 0,
-    left: Column | None = None,
-    right: Column | None = None,
-    value: Column | None = None,
-    weight: Column | None = None,
-    time: Column | None = None,
-    threshold: float | None = None,
+    **columns: Unpack[PairColumns],
 ) -> CrossValidation:
     """Fit and measure a model once for each fold, each time on other pairs.
 
@@ -208,12 +202,7 @@ def cross_validate(
         left_features: input of the left tower, as for ``fit``. Rows of a matrix are in the order of ``pairs``.
         right_features: the same for the right tower.
         seed: seed of the folds and of the bootstrap; the model has its own.
-        left: the column of left ids, as for ``fit``.
-        right: the column of right ids.
-        value: the column of values.
-        weight: the column of pair weights.
-        time: the column of times.
-        threshold: smallest value that makes a pair, labelled 1.
+        columns: ``left``, ``right``, ``value`` … of a table of pairs, as for ``fit``.
 
     Returns:
         Values of each fold, means and intervals.
@@ -225,10 +214,7 @@ def cross_validate(
     names = tuple(metric.name for metric in parse(metrics))
     if (processes := current_group().size) > 1:
         check.fail("cross_validate", f"{processes} processes", "one: folds do not run over several")
-    read = read_frame(
-        "pairs", pairs, left=left, right=right, value=value, weight=weight, time=time, threshold=threshold
-    )
-    known = known_pairs(read)
+    known = known_pairs(read_frame("pairs", pairs, **columns))
     sides = dict(zip(("left", "right"), joined_features((left_features, right_features), known), strict=True))
     found, users = [], []
     for split in _splits(known, folds, check.seed(seed)):

@@ -47,7 +47,7 @@ from gramtower.data import frames
 from gramtower.data.encoders import Encoded
 from gramtower.data.frames import TableLike
 from gramtower.data.ids import index_of, join
-from gramtower.data.matrices import checked, pattern
+from gramtower.data.matrices import checked, pattern, ranks
 from gramtower.data.pairs import Features, MatrixLike
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.group import SINGLE, Group, current_group
@@ -720,9 +720,7 @@ def history_features(matrix: sp.csr_matrix, last: int = 0, decay: int = 0) -> sp
     if not (last or decay):
         values = np.repeat(1 / np.sqrt(np.maximum(counts, 1)), counts).astype(np.float32)
         return sp.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
-    newer = np.empty(len(matrix.indices))
-    order = np.lexsort((-matrix.data, np.repeat(np.arange(len(counts)), counts)))
-    newer[order] = np.arange(len(newer)) - np.repeat(matrix.indptr[:-1], counts)
+    newer = ranks(matrix, -matrix.data)
     values = np.exp2(-newer / decay) if decay else (newer < last).astype(np.float64)
     found = sp.csr_matrix((values, matrix.indices.copy(), matrix.indptr.copy()), shape=matrix.shape)
     found.eliminate_zeros()

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gramtower._util import checks as check
-from gramtower._util.files import build, fits
+from gramtower._util.files import build, fits, tuples
 from gramtower.data.ids import pack_ids, unpack_ids
 from gramtower.data.matrices import pattern
 from gramtower.distributed import shard_files as shards_file
@@ -156,7 +156,7 @@ def read_model(
         raise
     except (ValueError, OSError) as error:
         raise ValueError(f"model: {path} is damaged or not a gramtower model ({error})") from error
-    params: dict[str, Any] = {k: _tuples(v) for k, v in header.params.items()}
+    params: dict[str, Any] = {k: tuples(v) for k, v in header.params.items()}
     params |= {name: tensors[name].numpy() for name in _ARRAYS if name in tensors}
     if _FACTORS[0] in tensors:
         params["imputed"] = tuple(tensors[name].numpy() for name in _FACTORS)
@@ -198,10 +198,6 @@ def _header(settings: ModelSettings, fitted: FittedModel) -> tuple[Header, dict[
         reason=fitted.reason.name, **{name: getattr(fitted, name) for name in _SHARED},
     )  # fmt: skip
     return header, arrays
-
-
-def _tuples(value: object) -> object:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _plain(value: object) -> object:

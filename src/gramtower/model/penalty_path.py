@@ -56,11 +56,12 @@ from gramtower._util import checks as check
 from gramtower._util.host import threads_of_fit
 from gramtower.data.ids import index_of, join
 from gramtower.data.interactions import Interactions
+from gramtower.data.matrices import ranks
 from gramtower.distributed.group import SINGLE, Group, agree, current_group
 from gramtower.distributed.partition import Shard
 from gramtower.distributed.shards import Shards
 from gramtower.engine.objective.problem import Point, Problem
-from gramtower.engine.towers.parameters import Parameters
+from gramtower.engine.towers.parameters import Parameters, side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.model import defaults
 from gramtower.model.feature_spec import JSON, Both, GivenFeatures, is_combination
@@ -105,20 +106,19 @@ class HeldOut:
 
 @dataclass
 class Start:
-    """The tables of linear towers over ids, from which another fit of the same entities starts."""
+    """The parameters of linear towers over ids, from which another fit of the same entities starts."""
 
     parameters: Parameters | None  # those of this process; None once they are loaded, as they take memory
     shards: Shards
 
     def load_into(self, towers: Towers, shards: Shards) -> None:
-        """Give towers the tables, and let go of these."""
+        """Give towers the parameters, and let go of these."""
         given, fresh = self.parameters, towers.parameters()
         assert given is not None
-        sides = zip(SIDES, (self.shards.left, self.shards.right), (shards.left, shards.right), strict=True)
-        for side, before, after in sides:
-            name = towers.local_names(side)["0.weight"]
-            rows = given[name]
-            if before.bounds != after.bounds:  # with more pairs, processes may hold other rows
+        for name, rows in given.items():
+            before, after = getattr(self.shards, side_of(name)), getattr(shards, side_of(name))
+            if name in given.layout.owned and before.bounds != after.bounds:
+                # with more pairs, processes may hold other rows of a table
                 rows = shards.group.gather_rows(rows, before.counts).wait()[after.first : after.stop]
             fresh[name].copy_(rows)
         towers.load(fresh)
@@ -187,7 +187,7 @@ def select(
         chosen["max_iterations"] = best.stopped_at
     start = None
     if len(searches) == 1 or by_ids:  # otherwise towers see features too
-        start = search.start(best) if given is None and part.sample == 1 else None
+        start = search.start(best) if given is None and part.unseen is None and part.sample == 1 else None
     return Selection(settings.metric, part.text, tried, chosen, ids_only=by_ids, continued=start is not None), start
 
 
@@ -294,10 +294,7 @@ def _held_pairs(
     able, held, total = group.totals(float((out > 0).sum()), float(out.sum()), float(matrix.nnz))
     share = min(_RANKED / max(1.0, able), _SHARE * total / max(1.0, held))
     taken = np.where(_draws(seed, row, len(counts)) < share, out, 0)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    places = np.lexsort((_draws(seed + 1, entry, matrix.nnz), rows))  # the pairs of each entity, in random order
-    rank = np.empty(matrix.nnz, dtype=np.int64)
-    rank[places] = np.arange(matrix.nnz) - np.repeat(matrix.indptr[:-1], counts)
+    rank = ranks(matrix, _draws(seed + 1, entry, matrix.nnz))  # the pairs of each entity, in random order
     return rank < np.repeat(taken, counts), int(group.totals(float((taken > 0).sum()))[0])
 
 

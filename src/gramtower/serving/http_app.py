@@ -22,11 +22,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
+from gramtower._util import checks as check
 from gramtower._util.files import plain
 from gramtower.data.entity_table import TableError
 from gramtower.serving import request_checks as bodies
 from gramtower.serving.batching import Batcher, CallTask, ListTask, places, work
-from gramtower.serving.messages import Limits, Refused, encode, shown, within
+from gramtower.serving.messages import Limits, Refused, encode, within
 from gramtower.serving.request_checks import Guard, answer, parse, read_body, refusal
 from gramtower.serving.served_entities import Entities
 from gramtower.serving.served_models import Metrics, Models
@@ -212,7 +213,7 @@ class Service:
         given = request.query_params
         snapshot, side, column = self.models.get(given.get("model")), given.get("side", "right"), given.get("column")
         if side not in ("left", "right"):
-            raise Refused(422, f"side: got {shown(side)}, expected 'left' or 'right'")
+            raise Refused(422, f"side: got {check.shown(side)}, expected 'left' or 'right'")
         return await self._call(lambda: map_of(snapshot, side, column))
 
     async def _run(self, request: Request) -> Response:
@@ -265,7 +266,7 @@ class Service:
 
     def _lists(self, rows: int, k: int, stream: bool) -> None:
         if k > self.limits.k:
-            raise Refused(422, f"k: got {shown(k)}, expected an integer from 1 to {self.limits.k}")
+            raise Refused(422, f"k: got {check.shown(k)}, expected an integer from 1 to {self.limits.k}")
         hint = "" if stream else '; with "stream": true more'
         within("ids", rows, self.limits.stream_ids if stream else self.limits.ids, "entities", hint)
         if not stream:
@@ -402,7 +403,7 @@ def map_of(snapshot: Snapshot, side: str, column: str | None) -> dict[str, objec
     }
     if column is not None:
         if this.table is None:
-            raise Refused(422, f"column: got {shown(column)}, but this side has no table")
+            raise Refused(422, f"column: got {check.shown(column)}, but this side has no table")
         cells = this.table.groups(column, drawn.rows)
         counts = Counter(cell for cell in cells if cell is not None)
         names = sorted(counts, key=lambda name: (-counts[name], name))[:_GROUPS]

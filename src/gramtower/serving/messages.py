@@ -50,12 +50,6 @@ def within(name: str, given: int, most: int, what: str, hint: str = "") -> None:
         raise Refused(422, f"{name}: got {given}, expected at most {most} {what}{hint}")
 
 
-def shown(value: object, most: int = 60) -> str:
-    """A value as text for a message, cut if it is long."""
-    text = repr(value[: most + 1]) if isinstance(value, str) else repr(value)[: most + 1]
-    return text if len(text) <= most else text[:most] + "…"
-
-
 def encode(content: object) -> bytes:
     """JSON in UTF-8."""
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()

@@ -27,7 +27,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gramtower.serving.messages import Limits, Refused, encode, shown
+from gramtower._util import checks as check
+from gramtower.serving.messages import Limits, Refused, encode
 from gramtower.serving.served_models import Metrics
 
 OPEN = ("/", "/docs", "/openapi.json", "/health", "/ready")  # paths without a token: they show nothing of a model
@@ -208,7 +209,7 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
         others = len({one[0][0] for one in paths}) - 1
         more = f" (and {others} more)" if others else ""
         name = ".".join(str(part)[:60] for part in path)
-        raise Refused(422, f"{name}: got {shown(given)}, {expected}{more}") from error
+        raise Refused(422, f"{name}: got {check.shown(given)}, {expected}{more}") from error
 
 
 def _path(given: object, error: ErrorDetails) -> tuple[tuple[int | str, ...], object]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from gramtower._util import checks as check
 from gramtower.data.entity_table import EntityTable
 from gramtower.data.ids import Ids, Key, as_known, is_of_other_type
-from gramtower.serving.messages import Refused, shown
+from gramtower.serving.messages import Refused
 
 Rows = NDArray[np.int64]
 _NAMED = 3  # unknown ids that an answer names
@@ -136,10 +136,10 @@ class Entities:
 
     def _unknown(self, unknown: Sequence[Key]) -> Refused:
         near = {str(key)[:200]: self.near(key) for key in unknown[:_NAMED]}
-        named = ", ".join(shown(key) for key in unknown[:_NAMED])
+        named = ", ".join(check.shown(key) for key in unknown[:_NAMED])
         more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
         close = [name for names in near.values() for name in names]
-        hint = f" (nearest: {', '.join(shown(name) for name in close[:_NAMED])})" if close else ""
+        hint = f" (nearest: {', '.join(check.shown(name) for name in close[:_NAMED])})" if close else ""
         kind = "text" if self.text else "whole numbers"
         rows = f" from 0 to {len(self) - 1}" if self.ids is None else ""
         message = f"{self.name} ids: got unknown {named}{more}{hint}, expected ids of the model, which are {kind}{rows}"

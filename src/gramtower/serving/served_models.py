@@ -24,7 +24,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gramtower._util import checks as check
-from gramtower.serving.messages import Refused, shown
+from gramtower.serving.messages import Refused
 from gramtower.serving.snapshot import Snapshot, Source, Stamp
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -107,7 +107,9 @@ class Models:
             return next(iter(self._snapshots.values()))
         if name not in self._snapshots:
             near = check.near(name[:100], list(self._snapshots)) or list(self._snapshots)[:5]
-            raise Refused(404, f"model: got {shown(name)}, expected one of {', '.join(map(repr, near))}", near=near)
+            raise Refused(
+                404, f"model: got {check.shown(name)}, expected one of {', '.join(map(repr, near))}", near=near
+            )
         return self._snapshots[name]
 
     def all(self) -> list[Snapshot]:

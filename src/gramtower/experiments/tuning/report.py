@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gramtower._util import html
 from gramtower._util.checks import config_hidden
-from gramtower._util.files import as_path, build, config_text, plain, write_text
+from gramtower._util.files import as_path, build, config_text, plain, tuples, write_text
 from gramtower.experiments.figures import Page, search_figure, table
 from gramtower.experiments.tuning.space import Value
 from gramtower.experiments.tuning.study import pick
@@ -260,17 +260,12 @@ def read_search(folder: Path) -> Search:
         search = build("search", Search, content)
         for settings in (search.base, search.arguments):
             if settings.get("hidden") is not None:
-                settings["hidden"] = _tuples(settings["hidden"])
+                settings["hidden"] = tuples(settings["hidden"])
         if search.winner not in [trial.number for trial in search.trials]:
             raise ValueError(f"no trial {search.winner}, which won")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"folder: {path} is damaged or not of a search ({error})") from error
     return search
-
-
-def _tuples(value: object) -> object:
-    """Turn lists of JSON, the widths of hidden layers, back into tuples."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _difference(found: float, own: float) -> str:
