@@ -208,7 +208,7 @@ class EntityTable:
         if self.kinds[column] == "numeric":
             asked = [math.nan if (number := _number(one)) is None else number for one in values]
             for one in (one for one, number in zip(values, asked, strict=True) if math.isnan(number)):
-                given = f"{_shown(one)} to compare with column {column!r}, which is numeric"
+                given = f"{check.shown(one)} to compare with column {column!r}, which is numeric"
                 raise TableError(f"{name}: got {given}, expected numbers")
             return np.isin(self._numbers(column), asked)
         texts = [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
