@@ -38,7 +38,6 @@ from __future__ import annotations
 import argparse
 import json
 import lzma
-import math
 import subprocess
 import sys
 import threading
@@ -78,7 +77,6 @@ _EASE = (50.0, 150.0, 500.0, 1500.0)
 _BATCH = 2048  # left entities of a step of the softmax
 SIMPLER = {  # constants of simpler rules, with features
     "right weights degree^0.3": {"_FEATURE_POWERS": (0.3, 0.3)},
-    "embedding_l2 without bounds": {"_LEAST_PENALTY": 0.0, "_MOST_PENALTY": math.inf},
     "l2 without regard to long rows": {"_LEAST_OF_LONG_ROWS": 1.0},
 }
 SIMPLER["all of these"] = {name: value for constants in SIMPLER.values() for name, value in constants.items()}

@@ -13,11 +13,12 @@ import torch
 from serving_cases import ITEMS, folder, genres, model, source
 
 import gramtower as gt
+from gramtower._util.checks import shown
 from gramtower._util.host import release
 from gramtower.data import frames
 from gramtower.data.entity_table import EntityTable
 from gramtower.serving.ann_index import Query, best_lists
-from gramtower.serving.messages import Refused, shown
+from gramtower.serving.messages import Refused
 from gramtower.serving.served_entities import Entities, RowIndex, project
 from gramtower.serving.snapshot import Snapshot
 

@@ -8,7 +8,7 @@
     b               degree^0.1           degree^0.2 to degree^0.4      degree^0.3
     λ               2⁻⁵; with features   0.03 |O| / min(m, n), less    as for features
                     as well 0.3          with many features
-    μ               0.01                 0.0005 to 0.006               as for ids
+    μ               0.01                 8·10⁻⁵ |O| / √(mn) ≤ 0.01     as for ids
     iterations      20, of sweeps 12      12                            12
     refined         no                   if both sides have features   no
 
@@ -19,11 +19,10 @@ compared with linear and with normalised ones there.
 
 The μ above is that of a penalty proportional to the frequency of an entity, ν = 1. For other powers ν it is
 multiplied by f̄^(1−ν), f̄ = 3 |O| / √(mn), the frequency of a typical entity with its share of unobserved pairs. The
-μ of embeddings made of features is 8·10⁻⁵ |O| / √(mn). The power of degrees in b is 6 √(mn) / |O|, between 0.2 and
-0.4: the fewer pairs an entity has, the more frequent ones are held back; it is 0.4 where only right entities have
-features, because new ones have no pairs at all. With ids k is the nearest power of two, at least 64, at most 256 on a
-CPU and 2048 on a GPU; it is halved while training would take more than half of the memory: ten vectors of (m + n) k
-numbers.
+power of degrees in b is 6 √(mn) / |O|, between 0.2 and 0.4: the fewer pairs an entity has, the more frequent ones are
+held back; it is 0.4 where only right entities have features, because new ones have no pairs at all. With ids k is the
+nearest power of two, at least 64, at most 256 on a CPU and 2048 on a GPU; it is halved while training would take more
+than half of the memory: ten vectors of (m + n) k numbers.
 
 docs/evidence/defaults.md has the measurements.
 """
@@ -46,10 +45,9 @@ _POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, HISTORIES: 0.3}, 6.0, (0.
 _ITERATIONS, _ITERATIONS_OF_IDS = 12, 20
 _L2, _L2_NEXT_TO_FEATURES, _L2_PER_PAIR = 2.0**-5, 0.3, 0.03
 _LONG_ROWS, _LEAST_OF_LONG_ROWS = 64, 1 / 3  # entries of a row of features above which λ falls, and how far
-_LEAST_PENALTY, _PENALTY_PER_PAIR, _MOST_PENALTY = 5e-4, 8e-5, 6e-3  # of embeddings made of features
+_PENALTY, _PENALTY_PER_PAIR = 0.01, 8e-5  # of embeddings over ids, and of those made of features
 _WIDTHS, _ROWS_PER_UNIT = {"cpu": (1024, 24), "cuda": (2048, 30)}, 4  # most units; bits of a first layer's size
 Layers = tuple[tuple[int, ...], tuple[int, ...]]  # widths of hidden layers, left and right
-_PENALTY = 0.01
 _LEAST = 64  # of the size of embeddings and the units of a layer
 _PER_DIMENSION, _MOST_DIM = 5, {"cpu": 256, "cuda": 2048}  # entities of the smaller side; size
 _VECTORS, _ALL_RIGHT = 10, 5  # vectors of the size of P and Q in training (on a CPU 8.5 were measured), and only of Q
@@ -113,10 +111,9 @@ def default_l2(shape: tuple[int, int], observed: int, seen: str, entries: float 
 
 
 def default_embedding_l2(shape: tuple[int, int], observed: int, seen: str, power: float) -> float:
-    """μ for a power ν of the frequency: for features from the pairs of an entity, otherwise a constant."""
-    pairs, penalty = _pairs_of_entity(shape, observed), _PENALTY
-    if seen == FEATURES:
-        penalty = min(_MOST_PENALTY, max(_LEAST_PENALTY, _PENALTY_PER_PAIR * pairs))
+    """μ for a power ν of the frequency: a constant, for features at most that."""
+    pairs = _pairs_of_entity(shape, observed)
+    penalty = min(_PENALTY, _PENALTY_PER_PAIR * pairs) if seen == FEATURES else _PENALTY
     return penalty * math.pow(max(1.0, (1 + _SHARE) * pairs), 1 - power)
 
 
