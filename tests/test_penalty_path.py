@@ -147,14 +147,17 @@ def misleading():
     return pairs, words(left, 600, rng), words(right, 200, rng)
 
 
-def test_networks_that_follow_their_pairs_too_closely_stop_where_new_entities_rank_best():
-    data = misleading()
+def test_networks_that_follow_their_pairs_too_closely_stop_where_new_entities_rank_best(monkeypatch):
+    data, error = misleading(), penalty_path._Search.error
+    monkeypatch.setattr(penalty_path._Search, "error", lambda search, one, other=None: 0.0)
     model = small(hidden=None, dim=None, l2="auto").fit(*data)
     count, path = model.path_.chosen["max_iterations"], model.path_
     assert count < 12  # the iterations of a fit by rules
     assert model.history_[-1].iteration == count
     assert (model.hidden_, model.dim_) == (check_hidden(path.chosen["hidden"]), path.chosen["dim"])
     assert model.fit(*data, warm_start=True).history_[-1].iteration <= count
+    monkeypatch.setattr(penalty_path._Search, "error", lambda *points: 9.0 if len(points) > 2 else error(*points))
+    assert "max_iterations" not in small(hidden=None, dim=None, l2="auto").fit(*data).path_.chosen  # within noise
 
 
 def test_iterations_of_newton_kron_are_not_those_of_another_optimizer():

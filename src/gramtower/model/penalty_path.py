@@ -18,8 +18,8 @@ point within one standard error of the best instead ranked new data worse.
 Networks over features start from scratch, because from another point they end elsewhere, and are narrower than those of
 the fit. The rule's penalty stays unless another one gains two standard errors. Where features describe both sides,
 linear and normalised towers are compared at the rule's value first. All points are then ranked after a third, a half,
-two thirds and all of the iterations, and the best number of them is chosen with the penalty: networks that follow their
-training pairs more closely than new entities allow stop early.
+two thirds and all of the iterations: networks that follow their training pairs more closely than new entities allow
+stop early, where that gains more than one standard error.
 
 At the best penalty other objectives are compared with the default, one after the other: half of ω where every entity
 has an id, left weights by degree^0.5 and half of ω where features describe both sides. With ids a change stays if it
@@ -505,13 +505,12 @@ class _Search:
         full = iterations(settings, shape.data, problem, towers)
         count = max(1, round(share * full)) if self.warm else full
         looks = {max(1, round(part * count)) for part in _LOOKS} if self.looks else set()
-        best: tuple[float, NDArray[np.float64] | None, int] | None = None
+        looked: list[_Point] = []
 
         def look(record: Record, at: Point) -> None:
-            nonlocal best
             if record.iteration in looks:
-                found = (*self.ranked(at), record.iteration)
-                best = found if best is None or found[0] > best[0] else best
+                metric, ranked = self.ranked(at)
+                looked.append(_Point(shape, exponent, {}, metric, 0.0, ranked, None, record.iteration))
 
         result = minimize(problem, towers, self.solver, count, seed=settings.seed, callbacks=[look])
         if result.reason is Reason.INTERRUPTED:
@@ -520,18 +519,18 @@ class _Search:
         if last not in looks:
             looks.add(last)
             look(result.history[-1], problem.at(towers))
-        assert best is not None
-        metric, ranked, iteration = best
-        kept = result.parameters if self.warm else None
-        stopped = {"max_iterations": iteration} if iteration < last else {}
-        tried = {**shape.changes, **values, **stopped}
-        found = _Point(shape, exponent, tried, metric, 0.0, ranked, kept, stopped.get("max_iterations"))
-        found.standard_error = self.error(found)
+        best, end = max(looked, key=lambda one: one.metric), looked[-1]
+        if best.metric - end.metric <= self.error(best, end):
+            best = end
+        stop = None if best is end else best.stopped_at
+        tried = {**shape.changes, **values, **({} if stop is None else {"max_iterations": stop})}
+        kept, error = result.parameters if self.warm else None, self.error(best)
+        found = replace(best, settings=tried, standard_error=error, parameters=kept, stopped_at=stop)
         self.points.append(found)
         if settings.verbose and self.group.rank == 0:
             text = ", ".join(f"{name}={short(value, name)}" for name, value in found.settings.items())
             text += " with features" if self.data.ids_suffice else ""  # next to ids, which were tried before
-            line = f"select: {text}: {settings.metric} {metric:.4f} ± {found.standard_error:.4f}"
+            line = f"select: {text}: {settings.metric} {found.metric:.4f} ± {error:.4f}"
             print(line, file=sys.stderr, flush=True)
         return found
 
