@@ -7,6 +7,7 @@ computed_NAME(ARGUMENT, …), a number or the words of a sentence. Where a secti
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterator
@@ -581,12 +582,17 @@ def table_one_set_out(section: str, kind: str) -> list[list[str]]:
     shown = [["the default over", "sets", "it differs on", "mean gain", "least mean without one set", "largest loss"]]
     for row, found in gains.items():
         values, worst = list(found.values()), min(found, key=lambda data: found[data])
-        others = [statistics.fmean([gain for name, gain in found.items() if name != data]) for data in found]
-        loss = f"{found[worst]:+.1%} on {worst}" if found[worst] < -5e-4 else "none"
+        parts = [[gain for name, gain in found.items() if name != data] for data in found]
+        others = [statistics.fmean(part) for part in parts if part]
+        loss = f"{_signed(found[worst])} on {worst}" if found[worst] < -5e-4 else "none"
         differs = sum(abs(gain) > 1e-9 for gain in values)
-        cells = (f"{statistics.fmean(values):+.1%}", f"{min(others):+.1%}", loss)
-        shown.append([row, str(len(values)), str(differs), *(cell.replace("-", "−") for cell in cells)])
+        means = (_signed(statistics.fmean(values)), _signed(min(others, default=math.nan)))
+        shown.append([row, str(len(values)), str(differs), *means, loss])
     return shown
+
+
+def _signed(share: float) -> str:
+    return "–" if math.isnan(share) else f"{share:+.1%}".replace("-", "−")
 
 
 def table_lightfm() -> list[list[str]]:
