@@ -28,7 +28,7 @@ from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.shards import Rows, Shards
 from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.objective.regularizers import as_regularizer
-from gramtower.engine.towers.mlp import mlp_towers
+from gramtower.engine.towers.mlp import mlp_towers, undrawn_towers
 from gramtower.engine.towers.parameters import side_of
 from gramtower.engine.towers.towers import Towers
 from gramtower.metrics import Scores, evaluate_embeddings
@@ -133,11 +133,17 @@ def held_bytes(data: FitData, dim: int) -> int:
 
 
 def make_towers(
-    settings: ModelSettings, data: FitData, problem: Problem, previous: FittedModel | None = None
+    settings: ModelSettings, data: FitData, problem: Problem, previous: FittedModel | None = None, draw: bool = True
 ) -> Towers:
-    """Towers on the device of the data, freshly drawn, with a previous model's weights for all that it knows."""
+    """Towers on the device of the data, freshly drawn, with a previous model's weights for all that it knows.
+
+    If other parameters will be loaded, ``draw`` can be False, which leaves those of multi-layer towers uninitialised.
+    """
     if settings.towers is not None:
         towers = settings.towers(problem)
+    elif not draw:
+        with data.device:
+            return undrawn_towers(problem, data.hidden, data.dim, data.activation, data.normalize)
     else:
         towers = mlp_towers(problem, data.hidden, data.dim, data.activation, settings.seed, normalize=data.normalize)
     if previous is not None:

@@ -188,7 +188,7 @@ def _fit(
         refuse_increment(previous, data)
     with threads_of_fit(is_tiny(settings, data)):
         problem = make_problem(settings, data)
-        towers = make_towers(settings, data, problem, None if ids_only else previous)
+        towers = make_towers(settings, data, problem, None if ids_only else previous, draw=start is None)
         if ids_only and previous is not None:
             start_from_outputs(previous, towers, whole)
         if start is not None:

@@ -499,8 +499,9 @@ class _Search:
         settings, problem = self.settings, self.problem
         values = {name: getattr(self.problem, name) * self.factor**exponent for name in self.names}
         problem = problem.with_penalties(**{"l2": problem.l2, "embedding_l2": problem.embedding_l2, **values})
-        towers = make_towers(settings, shape.data, problem)
-        if self.warm and start is not None:
+        start = start if self.warm else None
+        towers = make_towers(settings, shape.data, problem, draw=start is None)
+        if start is not None:
             towers.load(start)
         full = iterations(settings, shape.data, problem, towers)
         count = max(1, round(share * full)) if self.warm else full
