@@ -515,7 +515,7 @@ def without(part: Ids, given: argparse.Namespace) -> dict[str, Any]:
     rule = part.fit(device=device, select=False)
     fixed: dict[str, Any] = {"omega": rule.omega_}
     if isinstance(part, Features):
-        fixed |= {"hidden": rule.hidden_, "normalize": rule.normalize_, "left_weights": None}
+        fixed |= {"hidden": rule.hidden_, "normalize": rule.normalize_}
         fixed |= {"max_iterations": rule.history_[-1].iteration}
     default = part.fit(device=device)
     rows = {"default": {"metrics": part.scores(default, device), "selection": str(default.path_)}}

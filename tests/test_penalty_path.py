@@ -254,10 +254,8 @@ def test_shapes_that_are_given_are_not_compared():
     model = small(hidden=(8,), normalize=False).fit(*described())
     first, *_ = others = [set(point.settings) - {"l2", "max_iterations"} for point in model.path_.tried]
     assert first == set()
-    assert not any(others[:-2])
-    weights, half = others[-2:]
-    assert weights == {"left_weights"}
-    assert half in ({"omega"}, {"left_weights", "omega"})
+    assert not any(others[:-1])
+    assert others[-1] == {"omega"}
 
 
 def offset(seed=0):

@@ -52,7 +52,7 @@ from gramtower.engine.objective.regularizers import as_regularizer
 from gramtower.engine.towers.layers import InputLinear, split_first
 from gramtower.model import defaults
 from gramtower.model.fit_data import seen_by_towers
-from gramtower.model.fit_parts import imputed_label, left_weights
+from gramtower.model.fit_parts import imputed_label
 from gramtower.model.fitted import FittedModel
 from gramtower.model.settings import ModelSettings, given
 from gramtower.model.side import HistoriesLike, Name, Side, described, history_matrix, new_features
@@ -370,7 +370,7 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
         right = fitted.auto_weights or defaults.default_right_weights(*size, seen, described)
     return Problem(
         pairs, loss=as_loss(settings.loss), omega=fitted.omega,
-        l2=l2, imputed=imputed_label(settings), left_weights=left_weights(settings), right_weights=right,
+        l2=l2, imputed=imputed_label(settings), left_weights=settings.left_weights, right_weights=right,
         embedding_l2=mu, frequency_power=settings.frequency_power, regularizer=as_regularizer(settings.regularizer),
     )  # fmt: skip
 

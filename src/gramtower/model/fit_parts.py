@@ -60,7 +60,7 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
         omega=defaults.default_omega(*size) if omega is None else omega,
         l2=defaults.default_l2(*size, known, data.entries) if l2 is None else l2,
         imputed=_local_imputed(settings, shards),
-        left_weights=_local_weights("left_weights", left_weights(settings), shards.left),
+        left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
         embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
         precision=precision(settings), pair_precision=settings.pair_precision,
@@ -89,12 +89,6 @@ def _local_imputed(settings: ModelSettings, shards: Shards) -> float | str | Fac
     arrays = (check.as_float_array(f"imputed[{side}]", array) for side, array in enumerate(factors))
     left, right = (rows.local_rows("imputed", a) for rows, a in zip((shards.left, shards.right), arrays, strict=True))
     return left, right
-
-
-def left_weights(settings: ModelSettings) -> WeightsLike:
-    """a as it was given, or None."""
-    weights = settings.left_weights
-    return None if isinstance(weights, str) and weights == "auto" else weights
 
 
 def right_weights(settings: ModelSettings, data: FitData) -> WeightsLike:

@@ -21,9 +21,8 @@ linear and normalised towers are compared at the rule's value first. All points 
 two thirds and all of the iterations: networks that follow their training pairs more closely than new entities allow
 stop early, where that gains more than one standard error.
 
-At the best penalty other objectives are compared with the default, one after the other: half of ω where every entity
-has an id, left weights by degree^0.5 and half of ω where features describe both sides. With ids a change stays if it
-ranks better, with features if it gains more than one standard error.
+At the best penalty half of ω is tried where every entity has an id or features describe both sides. With ids it stays
+if it ranks better, with features if it gains more than one standard error.
 
 Where features are given next to ids, the path is that of ids. Then a fit of ids and one of both, at the best penalty,
 rank the held-out pairs: features take part in training if they gain two standard errors. Otherwise known entities are
@@ -36,7 +35,7 @@ The fit of all pairs by linear towers over ids starts from the best point, if th
 of the iterations. Its lists are as good as those of a fit from scratch.
 
 Cost: with ids one fit and some four points of a half or a quarter of a fit, and another half instead of the fit of all
-pairs; with features three or four narrower fits, or up to nine where shapes are compared.
+pairs; with features three or four narrower fits, or up to eight where shapes are compared.
 """
 
 from __future__ import annotations
@@ -74,9 +73,7 @@ from gramtower.optim.solvers import NewtonKron, as_solver
 from gramtower.training.loop import minimize
 from gramtower.training.result import Reason, Record
 
-# arguments of the objective that a path can choose
-OBJECTIVE = ("l2", "embedding_l2", "omega", "left_weights")
-KEPT = (*OBJECTIVE, "max_iterations")  # settings that fits and updates which go on from a model take from its path
+KEPT = ("l2", "embedding_l2", "omega", "max_iterations")  # settings that fits and updates take over from a model's path
 HOLDS = ("pairs", "left", "right")  # parts that select="…" can ask to hold out
 _PENALTIES = {defaults.IDS: ("embedding_l2",), defaults.FEATURES: ("l2",), defaults.HISTORIES: ("embedding_l2", "l2")}
 _SHARE, _RANKED, _LEAST = 0.1, 5_000, 50  # of an entity's pairs, and of all; most and least entities that are ranked
@@ -189,12 +186,6 @@ def select(
     if len(searches) == 1 or by_ids:  # otherwise towers see features too
         start = search.start(best) if given is None and part.unseen is None and part.sample == 1 else None
     return Selection(settings.metric, part.text, tried, chosen, ids_only=by_ids, continued=start is not None), start
-
-
-def _is_open(settings: ModelSettings, name: str) -> bool:
-    """Whether an argument of the objective is left to the data; None as weights means equal ones."""
-    value = getattr(settings, name)
-    return (value is None and name == "omega") or (isinstance(value, str) and value == "auto")
 
 
 def _too_few(count: int) -> str:
@@ -397,8 +388,8 @@ class _Search:
             first = walked[0]
             if best.metric - first.metric <= _SURE * self.error(first, best):
                 best = first
-            return self.alternative(best), self.factor**best.exponent
-        return self.alternative(best), self.factor ** _top(walked, best)
+            return self.half_of_omega(best), self.factor**best.exponent
+        return self.half_of_omega(best), self.factor ** _top(walked, best)
 
     def first(self) -> _Point:
         """The best shape of towers at the rule's penalties; linear and normalised ones need features on both sides."""
@@ -441,18 +432,17 @@ class _Search:
             _forget(points.values(), best, last)
         return list(points.values()), best
 
-    def alternative(self, best: _Point) -> _Point:
-        """Compare other objectives at the best penalty, one after the other; those that gain are combined."""
-        for name, value in self.others():
-            shape = replace(best.shape, changes={**best.shape.changes, name: value})
-            kept = {name: value for name, value in shape.changes.items() if name in OBJECTIVE}
-            default = self.problem, self.own
-            self.problem, self.own = self.objective(self.settings.with_changes(**kept))
-            found = self.point(shape, best.exponent, best.parameters, _OTHER)
-            if found.metric - best.metric > (0.0 if self.warm else self.error(found, best)):
-                best = found
-            else:
-                self.problem, self.own = default
+    def half_of_omega(self, best: _Point) -> _Point:
+        """The best point with half of ω, if that gains; otherwise the best point."""
+        if self.settings.omega is not None or not (all(self.data.features_alone) or self.data.seen == defaults.IDS):
+            return best
+        default, half = (self.problem, self.own), {"omega": self.problem.omega / 2}
+        self.problem, self.own = self.objective(self.settings.with_changes(**half))
+        shape = replace(best.shape, changes={**best.shape.changes, **half})
+        found = self.point(shape, best.exponent, best.parameters, _OTHER)
+        if found.metric - best.metric > (0.0 if self.warm else self.error(found, best)):
+            return found
+        self.problem, self.own = default
         return best
 
     def start(self, best: _Point) -> Start | None:
@@ -460,15 +450,6 @@ class _Search:
         data = self.data
         linear = data.seen == defaults.IDS and data.hidden == ((), ()) and self.settings.towers is None
         return Start(best.parameters, data.shards) if linear and self.solver is self.given else None
-
-    def others(self) -> list[tuple[str, float | str]]:
-        """Other values of arguments of the objective that the user left open, in the order in which they are tried."""
-        found: list[tuple[str, float | str]] = []
-        if all(self.data.features_alone):
-            found.append(("left_weights", "degree^0.5"))
-        if found or self.data.seen == defaults.IDS:
-            found.append(("omega", self.problem.omega / 2))
-        return [(name, value) for name, value in found if _is_open(self.settings, name)]
 
     def resized(self, changes: JSON) -> FitData:
         """The data with towers of a shape, over features as narrow as is enough to compare them."""

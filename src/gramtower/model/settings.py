@@ -132,8 +132,7 @@ class ModelSettings:
         imputed: Label of unobserved pairs: a number, "fitted" for the mean score of each left entity, or two arrays
             (P̃, Q̃) with a row for each left and each right entity, whose products are the labels. "auto" is -0.5.
         left_weights: Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for
-            equal weights. "auto" means equal weights, unless ``select`` finds "degree^0.5" better, which it tries where
-            both sides have only features.
+            equal weights.
         right_weights: Weights b of unobserved pairs by right entity. Like ``left_weights``; "auto" gives frequent
             entities more weight, by an amount that depends on whether there are features.
         optimizer: Name of the optimizer, or a solver of gramtower.optim (see docs/choosing.md).
@@ -194,9 +193,9 @@ class ModelSettings:
         searched="imputed",
     )
     left_weights: WeightsLike = _setting(
-        "auto",
+        None,
         "model",
-        help="Weights of unobserved pairs by left entity; degree^0 for equal weights.",
+        help="Weights of unobserved pairs by left entity, such as degree^0.5; equal ones by default.",
         searched="left_power",
     )
     right_weights: WeightsLike = _setting(
