@@ -155,7 +155,7 @@ class Ids:
 
     def ranked(self, P: torch.Tensor, Q: torch.Tensor) -> list[float]:
         """Metrics of embeddings."""
-        return np.nanmean(self.values(P, Q), axis=0).tolist()
+        return np.nanmean(self.values(P, Q), axis=0).round(6).tolist()
 
     def values(self, P: torch.Tensor, Q: torch.Tensor) -> np.ndarray:
         """Metrics of each entity that is asked about, in rows."""
@@ -479,8 +479,8 @@ def _best(tried: list[tuple[np.ndarray, str]]) -> dict[str, Any]:
     crossed = [halves[1 - half][np.argmax(halves[half][:, -1])] for half in (0, 1)]
     found = f"best of {len(tried)} random settings"
     return {
-        f"{found} on the test part": {"metrics": means[best].tolist(), "settings": tried[best][1]},
-        f"{found} on one half, measured on the other": {"metrics": np.mean(crossed, axis=0).tolist()},
+        f"{found} on the test part": {"metrics": means[best].round(6).tolist(), "settings": tried[best][1]},
+        f"{found} on one half, measured on the other": {"metrics": np.mean(crossed, axis=0).round(6).tolist()},
     }
 
 

@@ -10,6 +10,7 @@ import json
 import lzma
 import math
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -214,7 +215,9 @@ def write_result(name: str, result: dict[str, Any], folder: Path | None = None) 
     found = {"environment": environment(), **result}
     if section:
         found = {**(json.loads(path.read_text()) if path.exists() else {}), section: found}
-    write_text(path, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    lists = re.sub(r"\[\s+([^][{}\"]+?)\s+\]", lambda numbers: f"[{' '.join(numbers[1].split())}]", text)
+    write_text(path, lists + "\n")  # a list of numbers is on one line
     return path
 
 

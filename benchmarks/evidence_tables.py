@@ -523,19 +523,49 @@ def table_selection(kind: str) -> list[list[str]]:
     return rows
 
 
+def table_selection_cost() -> list[list[str]]:
+    """Seconds of a fit by rules and of the default with its search, on a machine with no other work."""
+    rows = [["set", "machine", "by rules", "default", "ratio"]]
+    for section, text in (("cpu", "two cores"), ("price-cuda", "one H200")):
+        for name, one in load("selection").get(section, {}).get("sets", {}).items():
+            rules, default = (one["rows"][row]["seconds"] for row in ("by rules", "default"))
+            seconds = (f"{_short(rules)} s", f"{_short(default)} s")
+            rows.append([name.rpartition(" split ")[0].replace("+", " + "), text, *seconds, f"{default / rules:.1f}"])
+    return rows
+
+
 def table_peers(kind: str) -> list[list[str]]:
-    """The default on the first split against the best of each other method on its test part."""
+    """The default on the first split against the best of each other method on its test part.
+
+    Of random settings also the best on one half of the test entities, measured on the other half. Shares are the
+    default over random settings, by each metric.
+    """
     peers = ("popularity", "EASE", "ALS", "softmax") if kind == "ids" else ("popularity", "softmax")
-    rows = [[_METRICS[kind], "default", *peers, "random settings", "share"]]
+    rows = [[_METRICS[kind], "default", *peers, "random settings", "share", "chosen on one half", "share"]]
     for data, splits in _selected(kind).items():
         first = splits.get(0, {})
-        drawn = next((row for row in first if "random settings" in row), None)  # the best on the test part
+        drawn = next((row for row in first if row.endswith("random settings on the test part")), None)
         if drawn is None or "default" not in first:
             continue
         found = [next((first[row] for row in first if row.startswith(peer)), None) for peer in peers]
         best, count = first[drawn], drawn.split()[2]
-        share = f"{first['default'][-1] / best[-1]:.3f}"
-        rows.append([data, *map(_joined, (first["default"], *found)), f"{_joined(best)} ({count})", share])
+        halves = next((first[row] for row in first if row.endswith("measured on the other")), None)
+        shares = [
+            "–" if of is None else _joined([a / b for a, b in zip(first["default"], of, strict=True)])
+            for of in (best, halves)
+        ]
+        cells = [f"{_joined(best)} ({count})", shares[0], _joined(halves), shares[1]]
+        rows.append([data, *map(_joined, (first["default"], *found)), *cells])
+    return rows
+
+
+def table_softmax_trials() -> list[list[str]]:
+    """The default against the best of 30 trials of a softmax on the test part, on each split that has these."""
+    rows = [["split", "default: MAP@5 / Recall@20", "softmax, best of 30 trials on the test part"]]
+    for data, splits in _selected("features").items():
+        for split, found in sorted(splits.items()):
+            if best := found.get("softmax, best of 30 on the test part"):
+                rows.append([f"{data} {split}", *(_joined(one) for one in (found["default"], best))])
     return rows
 
 
