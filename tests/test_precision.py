@@ -135,14 +135,14 @@ def test_each_optimizer_gets_as_far_with_tf32_as_it_says(name):
     pairs, sampled = planted_pairs(1000, 800, 10_000, groups=4, seed=1), "s" in name[:1]
     size = {"step_size": 0.01 if "diag" in name else 1e-6, "steps": 50} if sampled else {}  # a search may find another
     problem = gt.Problem(pairs, omega=2**-4, l2=0.01, kernels="reference")
-    values = torch.zeros(2, 3)
+    values = torch.zeros(2, 2)
     for place, mode in enumerate((nullcontext, RoundedProducts)):
-        for seed in range(3):
+        for seed in range(2):
             towers = gt.mlp_towers(problem, (32, 32), 16, seed=seed)
             with mode():
-                values[place, seed] = gt.minimize(problem, towers, name, 5 if sampled else 30, **size).value
+                values[place, seed] = gt.minimize(problem, towers, name, 5 if sampled else 20, **size).value
     assert values.max() < 15_000  # from 32,000
-    assert (float((values[1] / values[0] - 1).mean()) < 0.02) == SOLVERS[name].tf32  # newton: 0.12
+    assert (float((values[1] / values[0] - 1).mean()) < 0.04) == SOLVERS[name].tf32  # newton: 0.11, others at most 0.01
 
 
 def test_the_table_of_optimizers_has_the_precision_that_each_is_safe_with():
