@@ -160,12 +160,12 @@ def trajectory(name, cut):
 
 
 def trajectories(folder, cut, which="all"):
-    fits = {"all": FITS | MORE, "methods": FITS, "float64": METHODS}[which]
+    fits = {"all": FITS | MORE, "methods": FITS, "float64": METHODS, "more": MORE}[which]
     return {name: trajectory(name, cut) for name in fits}
 
 
 def trajectories_and_bytes(folder, cut):
-    return {"trajectories": trajectories(folder, cut), "bytes": product_bytes()}
+    return {"trajectories": trajectories(folder, cut, "more"), "bytes": product_bytes()}
 
 
 def product_bytes():

@@ -64,7 +64,7 @@ def agent(stack, folder, port):
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1"]
     command += ["--max-restarts", "5", "--monitor-interval", "0.1", "--rdzv-id", "elastic", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-    command += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=5"]
+    command += ["--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"]
     more = {
         "PYTHONPATH": path,
         "OMP_NUM_THREADS": "1",
