@@ -78,6 +78,7 @@ _BATCH = 2048  # left entities of a step of the softmax
 SIMPLER = {  # constants of simpler rules, with features
     "right weights degree^0.3": {"_FEATURE_POWERS": (0.3, 0.3)},
     "l2 without regard to long rows": {"_LEAST_OF_LONG_ROWS": 1.0},
+    "all pairs alike": {"_ENTITY_POWER": 0.0},
 }
 SIMPLER["all of these"] = {name: value for constants in SIMPLER.values() for name, value in constants.items()}
 

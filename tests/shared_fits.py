@@ -118,7 +118,7 @@ def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
         factors = rng.normal(size=(m, 2)), rng.normal(size=(n, 2))
         options |= dict(pair_weights=rng.random(observed), imputed=factors, loss="squared")
     if features.startswith(("degrees", "fitted")):
-        options |= dict(left_weights="degree^0.5", right_weights="degree^-0.5")
+        options |= dict(left_weights="degree^0.5", right_weights="degree^-0.5", pair_weights="degree^-0.5")
     if features.startswith("fitted"):
         options["imputed"] = "fitted"
     if features in ("blocks", "curved"):
@@ -126,7 +126,9 @@ def problem_of(processes, features="ids", cut="even", m=61, n=47, observed=500):
     if processes.size == 1:
         return gt.Problem(pairs, left, right, **options)
     shards = uneven(processes, pairs.shape) if cut == "uneven" else spread_pairs(processes, pairs, 3.0)
-    pairs, options["pair_weights"] = local_pairs(pairs, options.get("pair_weights"), shards)
+    of_pairs = options.get("pair_weights")
+    pairs, local = local_pairs(pairs, None if isinstance(of_pairs, str) else of_pairs, shards)
+    options["pair_weights"] = of_pairs if isinstance(of_pairs, str) else local
     sides = {"left": shards.left, "right": shards.right}
     for side, rows in sides.items():
         options[f"{side}_weights"] = rows.local_rows(side, options.get(f"{side}_weights"))

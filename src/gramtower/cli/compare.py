@@ -52,7 +52,14 @@ from gramtower.experiments.comparison_page import build
 from gramtower.experiments.figures import PAGE
 from gramtower.experiments.run_store import RunStore, environment
 from gramtower.model.fit_data import FitData, prepare_data
-from gramtower.model.fit_parts import imputed_label, make_problem, make_towers, make_validation, right_weights
+from gramtower.model.fit_parts import (
+    imputed_label,
+    left_weights,
+    make_problem,
+    make_towers,
+    make_validation,
+    right_weights,
+)
 from gramtower.model.settings import ModelSettings
 from gramtower.optim.solvers import SOLVERS, as_solver
 from gramtower.training.checkpoint import fingerprint, remove_checkpoint
@@ -201,7 +208,7 @@ def _settings_used(runner: Runner, model: ModelSettings, data: FitData) -> dict[
             "imputed": imputed_label(model),
             **{name: getattr(problem, name) for name in ("embedding_l2", "frequency_power")},
             **({} if problem.regularizer is None else {"regularizer": repr(problem.regularizer)}),
-            "left_weights": model.left_weights,
+            "left_weights": left_weights(model, data),
             "right_weights": right_weights(model, data),
         },
         "towers": {

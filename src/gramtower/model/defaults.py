@@ -41,6 +41,7 @@ IMPUTED, ACTIVATION = -0.5, "relu"
 _NORMALISED_ACTIVATION = "gelu"
 IDS, FEATURES, HISTORIES = "ids", "features", "histories"  # what towers see
 _SHARE = 2.0  # total weight of unobserved pairs, relative to that of observed ones
+_ENTITY_POWER = 0.5  # of degrees in a, and its inverse in weights of observed pairs: left entities with features only
 _POWERS, _POWER_BY_PAIRS, _FEATURE_POWERS = {IDS: 0.1, HISTORIES: 0.3}, 6.0, (0.2, 0.4)  # of degrees in b
 _ITERATIONS, _ITERATIONS_OF_IDS = 12, 20
 _L2, _L2_NEXT_TO_FEATURES, _L2_PER_PAIR = 2.0**-5, 0.3, 0.03
@@ -125,6 +126,20 @@ def default_right_weights(shape: tuple[int, int], observed: int, seen: str, desc
         by_pairs = _POWER_BY_PAIRS / max(1.0, _pairs_of_entity(shape, observed))
         power = min(most, max(least, by_pairs)) if described[0] else most
     return f"degree^{power:.3g}"
+
+
+def default_left_weights(features_alone: bool) -> str | None:
+    """a by name: see :func:`default_pair_weights`."""
+    return f"degree^{_ENTITY_POWER:g}" if features_alone else None
+
+
+def default_pair_weights(features_alone: bool) -> str | None:
+    """Weights of observed pairs by name, where only features describe left entities: those asked about are new.
+
+    Each of these counts alike, while in training entities with many pairs would decide. With this power of degrees for
+    observed pairs and its inverse for unobserved ones, an entity counts as the root of its number of pairs.
+    """
+    return f"degree^{-_ENTITY_POWER:g}" if features_alone else None
 
 
 def _pairs_of_entity(shape: tuple[int, int], observed: int) -> float:

@@ -306,6 +306,10 @@ class RowEquations:
         self._left, self._pairs = side == "left", sp.csr_matrix(pairs if side == "left" else pairs.T)
         this, that = fitted.sides if self._left else fitted.sides[::-1]
         self._own, self._others = this.embeddings, that.embeddings[: that.trained]
+        self._pair_weights: NDArray[np.floating] | None = None  # of the observed pairs of each left entity
+        if problem.pair_weights is not None:
+            self._pair_weights = np.zeros(m)
+            self._pair_weights[np.repeat(np.arange(m), np.diff(pairs.indptr))] = problem.pair_weights
         weights = problem.weight_arrays
         self._weight, self._other_weight = weights[place], weights[1 - place]
         self._l2, self._penalty = problem.l2 * _table_weight(problem, side), problem.penalty_arrays[place]
@@ -342,7 +346,11 @@ class RowEquations:
             pair_weight *= torch.from_numpy(self._other_weight[columns])
         ones = torch.ones(len(columns), dtype=torch.float64)
         constants = torch.tensor([omega, self._imputed], dtype=torch.float64)
-        terms = LossTerms(self._loss, ones, omega, imputed, pair_weight, None, constants)
+        loss_weight: Tensor | None = None
+        if self._pair_weights is not None:
+            of_left = np.repeat(self._pair_weights[row], len(columns)) if self._left else self._pair_weights[columns]
+            loss_weight = torch.from_numpy(of_left)
+        terms = LossTerms(self._loss, ones, omega, imputed, pair_weight, loss_weight, constants)
         scores = Q @ p
         pairs = Scored(terms, scores)
         ridge = self._l2 + (0.0 if self._penalty is None else float(self._penalty[row]))
@@ -364,13 +372,18 @@ def _objective(settings: ModelSettings, fitted: FittedModel, pairs: sp.csr_matri
         mu = defaults.default_embedding_l2(*size, seen, settings.frequency_power) if mu is None else mu
     if fitted.path is not None:
         settings = settings.with_changes(**fitted.path.chosen)
-    right = settings.right_weights
+    by_features = fitted.left.inputs.features_alone
+    left, of_pairs, right = settings.left_weights, settings.pair_weights, settings.right_weights
+    if isinstance(left, str) and left == "auto":
+        left = defaults.default_left_weights(by_features)
+    if of_pairs == "auto":
+        of_pairs = defaults.default_pair_weights(by_features)
     if isinstance(right, str) and right == "auto":
         described = fitted.left.inputs.described, fitted.right.inputs.described
         right = fitted.auto_weights or defaults.default_right_weights(*size, seen, described)
     return Problem(
         pairs, loss=as_loss(settings.loss), omega=fitted.omega,
-        l2=l2, imputed=imputed_label(settings), left_weights=settings.left_weights, right_weights=right,
+        l2=l2, imputed=imputed_label(settings), left_weights=left, right_weights=right, pair_weights=of_pairs,
         embedding_l2=mu, frequency_power=settings.frequency_power, regularizer=as_regularizer(settings.regularizer),
     )  # fmt: skip
 

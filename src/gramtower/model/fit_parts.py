@@ -26,6 +26,7 @@ from gramtower.data.matrices import checked, without
 from gramtower.data.pairs import as_features
 from gramtower.data.tables import FeaturesLike, FeatureTable
 from gramtower.distributed.shards import Rows, Shards
+from gramtower.engine.objective.constants import Numbers, weights_of_pairs
 from gramtower.engine.objective.problem import Point, Problem
 from gramtower.engine.objective.regularizers import as_regularizer
 from gramtower.engine.towers.mlp import mlp_towers, undrawn_towers
@@ -60,11 +61,11 @@ def make_problem(settings: ModelSettings, data: FitData) -> Problem:
         omega=defaults.default_omega(*size) if omega is None else omega,
         l2=defaults.default_l2(*size, known, data.entries) if l2 is None else l2,
         imputed=_local_imputed(settings, shards),
-        left_weights=_local_weights("left_weights", settings.left_weights, shards.left),
+        left_weights=_local_weights("left_weights", left_weights(settings, data), shards.left),
         right_weights=_local_weights("right_weights", right_weights(settings, data), shards.right),
         embedding_l2=mu, frequency_power=settings.frequency_power, memory_budget=settings.memory_budget,
         precision=precision(settings), pair_precision=settings.pair_precision,
-        regularizer=as_regularizer(settings.regularizer), pair_weights=data.weights,
+        regularizer=as_regularizer(settings.regularizer), pair_weights=_pair_weights(settings, data),
         shards=None if shards.single else shards,
     )  # fmt: skip
 
@@ -91,10 +92,31 @@ def _local_imputed(settings: ModelSettings, shards: Shards) -> float | str | Fac
     return left, right
 
 
+def left_weights(settings: ModelSettings, data: FitData) -> WeightsLike:
+    """a as it was given, or by name for the data."""
+    weights = settings.left_weights
+    return defaults.default_left_weights(data.features_alone[0]) if _is_auto(weights) else weights
+
+
 def right_weights(settings: ModelSettings, data: FitData) -> WeightsLike:
     """b as it was given, or by name for the data."""
     weights = settings.right_weights
-    return auto_weights(data) if isinstance(weights, str) and weights == "auto" else weights
+    return auto_weights(data) if _is_auto(weights) else weights
+
+
+def _pair_weights(settings: ModelSettings, data: FitData) -> Numbers | None:
+    """The weights of the local pairs: those of the data, times those by the degree of their left entities."""
+    name, given_weights = settings.pair_weights, data.weights
+    if _is_auto(name):
+        name = defaults.default_pair_weights(data.features_alone[0])
+    if name is None:
+        return given_weights
+    weights = weights_of_pairs(name, np.diff(data.matrix.indptr).astype(np.int64), data.shards.group)
+    return weights if weights is None or given_weights is None else weights * given_weights
+
+
+def _is_auto(weights: WeightsLike) -> bool:
+    return isinstance(weights, str) and weights == "auto"
 
 
 def auto_weights(data: FitData) -> str:

@@ -71,7 +71,10 @@ def fit(
         left_features = with_context(pairs, left_features)
     features, watchers = (left_features, right_features), check.functions("callbacks", callbacks)
     features = left_features, right_features = joined_features(features, pairs, previous)
-    as_solver(settings.optimizer, dict(settings.solver_options()))  # refused before any work
+    as_solver(settings.optimizer, dict(settings.solver_options()))  # refused before any work, and so is the next one
+    if not isinstance(settings.pair_weights, str | None):
+        expected = 'text such as "degree^-0.5", or None; weights of single pairs belong to Interactions'
+        check.fail("pair_weights", type(settings.pair_weights).__name__, expected)
     if check.choice("candidates", candidates, CANDIDATES) == "all":
         described = [
             GivenFeatures(side, given).tables() for side, given in zip(("left", "right"), features, strict=True)

@@ -132,9 +132,12 @@ class ModelSettings:
         imputed: Label of unobserved pairs: a number, "fitted" for the mean score of each left entity, or two arrays
             (P̃, Q̃) with a row for each left and each right entity, whose products are the labels. "auto" is -0.5.
         left_weights: Weights a of unobserved pairs by left entity. Text such as "degree^0.5", an array, or None for
-            equal weights.
+            equal weights. "auto" means "degree^0.5" where only features describe left entities, otherwise None.
         right_weights: Weights b of unobserved pairs by right entity. Like ``left_weights``; "auto" gives frequent
             entities more weight, by an amount that depends on whether there are features.
+        pair_weights: Weights of observed pairs by how often their left entity is observed, such as "degree^-0.5", or
+            None for equal weights. Weights of the data are multiplied by them. "auto" means "degree^-0.5" where only
+            features describe left entities, so that those with many pairs do not decide for new ones, otherwise None.
         optimizer: Name of the optimizer, or a solver of gramtower.optim (see docs/choosing.md).
         optimizer_options: Constants of the optimizer, by name.
         max_iterations: Stop after this many iterations. "auto" means 20, or 12 where there are features and for ids on
@@ -193,9 +196,9 @@ class ModelSettings:
         searched="imputed",
     )
     left_weights: WeightsLike = _setting(
-        None,
+        "auto",
         "model",
-        help="Weights of unobserved pairs by left entity, such as degree^0.5; equal ones by default.",
+        help="Weights of unobserved pairs by left entity; degree^0 for equal weights.",
         searched="left_power",
     )
     right_weights: WeightsLike = _setting(
@@ -203,6 +206,12 @@ class ModelSettings:
         "model",
         help="Weights of unobserved pairs by right entity; degree^0 for equal weights.",
         searched="right_power",
+    )
+    pair_weights: str | None = _setting(
+        "auto",
+        "model",
+        help="Weights of observed pairs by the degree of their left entity; degree^0 for equal weights.",
+        before=None,
     )
     optimizer: str | Solver = _setting(
         "newton-kron", "train", help="newton-kron, newton, gd, gd-diag, lbfgs, sogram(-diag) or sampling(-diag)."

@@ -87,8 +87,27 @@ def entity_weights(name: str, value: WeightsLike, degrees: NDArray[np.int64], gr
 
     Over several processes degrees and weights are those of local entities; the mean is over all.
     """
+    if isinstance(value, str):
+        return _by_degree(name, value, degrees, group)
+    return check.weights(name, value, len(degrees))
+
+
+def weights_of_pairs(value: WeightsLike, degrees: NDArray[np.int64], group: Group = SINGLE) -> Numbers | None:
+    """The weights of observed pairs in row order, from an array, or from text by the degree of their left entities.
+
+    ``degrees`` are those of the local rows; the mean over the pairs of all processes is 1.
+    """
     if not isinstance(value, str):
-        return check.weights(name, value, len(degrees))
+        return _checked("pair_weights", value, int(degrees.sum()))
+    known = degrees[degrees > 0]
+    weights = _by_degree("pair_weights", value, known, group, of_pairs=True)
+    return None if weights is None else np.repeat(weights, known)
+
+
+def _by_degree(
+    name: str, value: str, degrees: NDArray[np.int64], group: Group, of_pairs: bool = False
+) -> Numbers | None:
+    """A power of degrees whose mean over all entities, or over all of their pairs, is 1; None for ones."""
     power = degree_power(name, value)
     if power == 0:
         return None
@@ -97,11 +116,11 @@ def entity_weights(name: str, value: WeightsLike, degrees: NDArray[np.int64], gr
     here = [np.flatnonzero(local).tolist(), local[local > 0].tolist()]
     found = np.hstack(group.gather_json(here), dtype=np.int64, casting="unsafe")  # floats where a process has none
     levels, place = np.unique(found[0], return_inverse=True)
-    counts = np.bincount(place, found[1])
+    counts = np.bincount(place, found[1]) * (levels if of_pairs else 1)
     with np.errstate(over="ignore", invalid="ignore"):  # refused by name below
         powers = levels.astype(np.float64) ** power
         total = (counts * powers).sum()  # over degrees: processes that divide entities in any way get the same sum
-        table = np.zeros(levels[-1] + 1)
+        table = np.zeros(levels.max(initial=0) + 1)
         table[levels] = powers / (total / counts.sum())
         weights: Numbers = table[degrees]
     if not (np.isfinite(total) and np.isfinite(weights).all()):
@@ -170,14 +189,14 @@ def as_imputed(value: ImputedLike, shape: tuple[int, int]) -> Imputed:
     return Imputed(0.0, (left.to(common), right.to(common)))
 
 
-def checked_weights(value: WeightsLike, count: int) -> Numbers | None:
+def _checked(name: str, value: WeightsLike, count: int) -> Numbers | None:
     """check.weights, by all threads where there is nothing wrong."""
-    array = None if value is None else check.as_float_array("pair_weights", value)
+    array = None if value is None else check.as_float_array(name, value)
     if array is not None and array.shape == (count,) and count:
         low, high = extremes(array)
         if low >= 0 and np.isfinite(high):
             return array
-    return check.weights("pair_weights", array, count)
+    return check.weights(name, array, count)
 
 
 def check_labels(loss: Loss, labels: Numbers, bounds: tuple[float, float], pairs: Pairs) -> None:

@@ -44,9 +44,9 @@ from gramtower.engine.objective.constants import (
     WeightsLike,
     as_imputed,
     check_labels,
-    checked_weights,
     embedding_penalties,
     entity_weights,
+    weights_of_pairs,
 )
 from gramtower.engine.objective.cuda_graphs import GraphExecutor, GraphPool
 from gramtower.engine.objective.formulas import Side
@@ -214,7 +214,8 @@ class Problem:
         embedding_l2: μ ≥ 0.
         frequency_power: ν.
         pair_weights: weights ≥ 0 of the observed pairs' losses, one for each stored entry in row order (that of a
-            sorted CSR matrix); None for ones.
+            sorted CSR matrix); "degree^-0.5" and the like for a power of how often the left entity is observed, of mean
+            1 over the pairs; None for ones.
         regularizer: another Ψ: a :class:`BlockRidge` or its weights, or a :class:`Regularizer` of your own.
         memory_budget: bytes that training by newton-kron may take beyond the data and the towers, such as "512MB"; None
             for half of what is free, on a GPU more if that is too little. To stay below it, towers run in row blocks
@@ -280,7 +281,7 @@ class Problem:
             entity_weights("left_weights", left_weights, self.pairs.row_counts.numpy(), group),
             entity_weights("right_weights", right_weights, self.column_counts.numpy(), group),
         )
-        self.pair_weights = checked_weights(pair_weights, len(self.pairs))
+        self.pair_weights = weights_of_pairs(pair_weights, self.pairs.row_counts.numpy(), group)
         self.regularizer = as_regularizer(regularizer)
         self.embedding_l2 = check.number("embedding_l2", embedding_l2, minimum=0.0)
         self.frequency_power = check.number("frequency_power", frequency_power)
