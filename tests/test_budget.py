@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "gramtower"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
 FILES = 168
-LINES = 45_650
+LINES = 45_653
 ANY = 199
 SHARED_NAMES = 0  # file names, except __init__.py and __main__.py, that several packages have
 BENCHMARK_FILES, BENCHMARK_BYTES = 50, 1_000_000

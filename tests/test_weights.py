@@ -124,6 +124,8 @@ def test_left_entities_with_features_only_count_as_the_root_of_their_pairs(weigh
     off = {"left_weights": "degree^0.5", "pair_weights": None}
     given = gt.TwoTower(**options, **off).fit(replace(plain, weights=own.astype(np.float32)), left_features=X)
     equal = gt.TwoTower(**options, left_weights=None, pair_weights=None).fit(data, left_features=X)
+    zero = gt.TwoTower(**options, left_weights="degree^0", pair_weights="degree^0").fit(data, left_features=X)
+    assert np.array_equal(zero.embed(), equal.embed())
     assert np.allclose(default.embed(), given.embed(), atol=1e-5)
     assert not np.allclose(default.embed(), equal.embed(), atol=1e-3)
     default.save(tmp_path / "model")

@@ -112,7 +112,10 @@ def _pair_weights(settings: ModelSettings, data: FitData) -> Numbers | None:
     if name is None:
         return given_weights
     weights = weights_of_pairs(name, np.diff(data.matrix.indptr).astype(np.int64), data.shards.group)
-    return weights if weights is None or given_weights is None else weights * given_weights
+    if weights is None:
+        return given_weights
+    weights = weights.astype(np.float32)  # like those of the data
+    return weights if given_weights is None else weights * given_weights
 
 
 def _is_auto(weights: WeightsLike) -> bool:
