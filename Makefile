@@ -40,7 +40,7 @@ demo: $(READY)
 	$(BIN)/gramtower demo
 
 test: lint types
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The warning is of the interpreter of triton 3.2.
 test-oldest: $(OLDEST)/.ready
